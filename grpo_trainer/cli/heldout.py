@@ -1,0 +1,91 @@
+"""The held-out measure: the same prompts before and after training, with an interval and examples."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from grpo_trainer.reports.summary import Interval
+
+SAMPLES_PER_PROMPT = 4
+EXAMPLES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """Held-out reward at one moment.
+
+    Attributes:
+        reward: mean and 95 % interval.
+        examples: for the first few held-out prompts ``[question, completion, reward]``.
+        seconds: how long it took.
+    """
+
+    reward: Interval
+    examples: list[list[Any]]
+    seconds: float
+
+
+def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str) -> Measure:
+    """The held-out reward of the policy as it is: several samples of each prompt at temperature 1.
+
+    Args:
+        trainer: has ``sample``.
+        heldout: P rows.
+        seed: of the sampling; the same before and after.
+        console: where to say so.
+        when: for the line that it says.
+
+    Returns:
+        The measure.
+    """
+    from grpo_trainer.reports.summary import mean_and_interval
+
+    start = time.monotonic()
+    with console.status(f"measuring the held-out reward {when} …"):
+        result = trainer.sample(heldout, num_generations=SAMPLES_PER_PROMPT, temperature=1.0, seed=seed)
+    reward = mean_and_interval(result.rewards)
+    examples = [
+        [row["prompt"][-1]["content"], texts[0], rewards[0]]
+        for row, texts, rewards in zip(
+            result.rows[:EXAMPLES], result.completions, result.rewards.tolist(), strict=False
+        )
+    ]
+    console.print(
+        f"held-out reward {when}: {reward}  (95 % interval, {reward.n} sums x {SAMPLES_PER_PROMPT} samples)",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return Measure(reward=reward, examples=examples, seconds=time.monotonic() - start)
+
+
+def before_after_table(before: Measure, after: Measure) -> Table:
+    """The same prompts answered before and after.
+
+    Args:
+        before: the measure before training.
+        after: the measure after training, of the same prompts in the same order.
+
+    Returns:
+        A rich table.
+    """
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title="Held-out sums, one sample of each", title_justify="left", pad_edge=False)
+    table.add_column("question", ratio=3)
+    for name, measured in (("before", before), ("after", after)):
+        table.add_column(f"{name}: mean reward {measured.reward.mean:.2f}", ratio=4, overflow="fold")
+        table.add_column("", justify="right")
+    for (question, *first), (_, *second) in zip(before.examples, after.examples, strict=True):
+        cells = [Text(question)]
+        for text, reward in (first, second):
+            cells += [Text(" ".join(text.split())), Text(f"{reward:.0f}", style="green" if reward else "red")]
+        table.add_row(*cells)
+    return table

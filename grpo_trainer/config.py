@@ -1,0 +1,256 @@
+"""The configuration of a run: TRL's names, defaults and meanings, then a few fields of our own."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
+from grpo_trainer.registry import suggest
+from grpo_trainer.runtime import cpu_has_fast_bf16
+from grpo_trainer.sampler import BatchPlan
+
+
+@dataclass
+class GRPOConfig(TrainingArguments):
+    """Everything that ``GRPOTrainer`` can be told, on top of ``transformers.TrainingArguments``.
+
+    Names, defaults and meanings are those of TRL 1.16's ``GRPOConfig``; docs/migrating.md lists where a field does more, or
+    is not there. Contradictions are refused when the object is made, before a model is loaded.
+
+    Raises:
+        ValueError: if a value is illegal or two contradict each other; the message names the fields, the numbers and
+            what would be legal.
+
+    Example:
+        >>> config = GRPOConfig("out", per_device_train_batch_size=4, num_generations=3, report_to="none")
+        Traceback (most recent call last):
+        ...
+        ValueError: a rollout holds 4 completions (per_device_train_batch_size=4 x 1 processes x \
+steps_per_generation=1), which is not a whole number of groups of num_generations=3. \
+Set steps_per_generation=3, or num_generations to one of [2, 4].
+    """
+
+    # --- fields of TrainingArguments with another default, as in TRL -------------------------------------------------
+    learning_rate: float = field(default=1e-6, metadata={"help": "Initial learning rate of AdamW."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
+    gradient_checkpointing: bool = field(
+        default=True, metadata={"help": "Recompute activations in the backward pass: less memory, about a fifth slower."}
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "bf16 autocast over the weights. None: True on an accelerator unless fp16 is set; on a CPU, True "
+            "if the CPU multiplies bf16 matrices natively."
+        },
+    )
+    remove_unused_columns: bool | None = field(
+        default=False, metadata={"help": "Must be False: reward functions read the other columns of the dataset."}
+    )
+
+    # --- model --------------------------------------------------------------------------------------------------------
+    model_init_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of from_pretrained, if the model is given by name."}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that a model repository brings."})
+    disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout of the policy to 0."})
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+    num_generations: int | None = field(default=8, metadata={"help": "G, completions per prompt; at least 2."})
+    num_generations_eval: int | None = field(
+        default=None, metadata={"help": "Completions per prompt in evaluation; None takes num_generations."}
+    )
+    max_completion_length: int | None = field(default=512, metadata={"help": "Most tokens of a completion."})
+    shuffle_dataset: bool | None = field(default=True, metadata={"help": "Shuffle the training prompts."})
+    generation_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Completions per rollout over all processes; excludes steps_per_generation."},
+    )
+    steps_per_generation: int | None = field(
+        default=None,
+        metadata={"help": "Micro-batches per rollout; None takes gradient_accumulation_steps."},
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further arguments of the chat template."}
+    )
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+    temperature: float = field(
+        default=1.0, metadata={"help": "Divides the logits, when sampling and in every log-prob; above 0."}
+    )
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus mass of sampling; 1 keeps all."})
+    top_k: int = field(default=0, metadata={"help": "Likeliest tokens kept in sampling; 0 keeps all."})
+    min_p: float | None = field(default=None, metadata={"help": "Least probability, as a share of the likeliest."})
+    repetition_penalty: float = field(default=1.0, metadata={"help": "1 leaves repeated tokens alone."})
+    generation_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Further fields of transformers.GenerationConfig; they win over the others."}
+    )
+
+    # --- objective ----------------------------------------------------------------------------------------------------
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL term; 0 needs no reference."})
+    num_iterations: int = field(default=1, metadata={"help": "mu, passes over each rollout."})
+    epsilon: float = field(default=0.2, metadata={"help": "Lower clip distance of the ratio."})
+    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip distance; None takes epsilon."})
+    delta: float | None = field(
+        default=None, metadata={"help": "Upper bound of the unclipped ratio, above 1 + epsilon_high."}
+    )
+    loss_type: str = field(default="dapo", metadata={"help": f"One of {', '.join(LOSS_TYPES)}."})
+    scale_rewards: str = field(
+        default="group",
+        metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
+    )
+    reward_weights: list[float] | None = field(
+        default=None, metadata={"help": "One weight per reward function; None weighs each with 1."}
+    )
+    mask_truncated_completions: bool = field(
+        default=False, metadata={"help": "Leave completions cut at the limit out of the loss and of its count."}
+    )
+    use_bias_correction_kl: bool = field(
+        default=True, metadata={"help": "Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."}
+    )
+
+    # --- logging ------------------------------------------------------------------------------------------------------
+    log_completions: bool = field(
+        default=False, metadata={"help": "Print completions and write them to output_dir/completions at each log."}
+    )
+    num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows printed; None prints all."})
+
+    # --- fields of our own --------------------------------------------------------------------------------------------
+    advantage_ddof: int = field(
+        default=1, metadata={"help": "1: sample standard deviation of a group (TRL's convention); 0: the population's."}
+    )
+    cpu_threads: int | None = field(
+        default=None, metadata={"help": "Threads on a CPU; None takes the cores that this process may use."}
+    )
+
+    def __post_init__(self) -> None:
+        self._settle_precision()
+        self._settle_checkpointing()
+        super().__post_init__()
+        self._parse_mappings()
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        self._check_choices()
+        self._check_numbers()
+        self._check_parallelism()
+        self._settle_batches()
+
+    def _settle_precision(self) -> None:
+        """Picks the device and precision that this machine has, where the user left them open."""
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and (cpu_has_fast_bf16() if self.use_cpu else True)
+
+    def _settle_checkpointing(self) -> None:
+        """Hands gradient_checkpointing on under the name that transformers uses from version 6 on."""
+        if self.activation_checkpointing is None:
+            self.activation_checkpointing = self.gradient_checkpointing
+        if self.activation_checkpointing_kwargs is None:
+            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+
+    def _parse_mappings(self) -> None:
+        for name in ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except json.JSONDecodeError as error:
+                    raise ValueError(f"{name}={value!r} is not JSON: {error}") from error
+                setattr(self, name, value)
+            if value is not None and not isinstance(value, dict):
+                raise ValueError(f"{name} must be a mapping, got {type(value).__name__}: {value!r}")
+
+    def _check_choices(self) -> None:
+        for name, legal in (("loss_type", LOSS_TYPES), ("scale_rewards", SCALE_REWARDS)):
+            value = getattr(self, name)
+            if value not in legal:
+                raise ValueError(f"{name}={value!r} is unknown.{suggest(str(value), legal)} Legal: {', '.join(legal)}.")
+        if self.remove_unused_columns:
+            raise ValueError(
+                "remove_unused_columns=True would take the dataset's columns away from the reward functions. "
+                "Set remove_unused_columns=False, and drop columns from the dataset itself if you must."
+            )
+        if self.advantage_ddof not in (0, 1):
+            raise ValueError(f"advantage_ddof={self.advantage_ddof} must be 1 (sample) or 0 (population)")
+
+    def _check_numbers(self) -> None:
+        ceiling = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        rules: list[tuple[str, bool, str]] = [
+            ("temperature", self.temperature > 0, "above 0; greedy groups have no spread to learn from"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "in [0, 1], or None"),
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0; 1 is off"),
+            ("beta", self.beta >= 0, "0 or above"),
+            ("epsilon", 0 <= self.epsilon < 1, "in [0, 1)"),
+            ("epsilon_high", self.epsilon_high is None or self.epsilon_high >= 0, "0 or above, or None"),
+            ("delta", self.delta is None or self.delta > ceiling, f"above 1 + epsilon_high = {ceiling}, or None"),
+            (
+                "max_completion_length",
+                self.max_completion_length is not None and self.max_completion_length >= 1,
+                "at least 1",
+            ),
+            (
+                "num_generations_eval",
+                self.num_generations_eval is None or self.num_generations_eval >= 1,
+                "at least 1, or None",
+            ),
+        ]
+        for name, legal, rule in rules:
+            value = getattr(self, name)
+            if not legal or (isinstance(value, float) and not math.isfinite(value)):
+                raise ValueError(f"{name}={value} must be {rule}")
+
+    def _check_parallelism(self) -> None:
+        if self.auto_find_batch_size:
+            raise ValueError(
+                "auto_find_batch_size=True would change the batch after its groups were laid out. Set it to False and "
+                "lower per_device_train_batch_size (raise gradient_accumulation_steps to keep the step as large)."
+            )
+        parallel = self.parallelism_config
+        if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+            raise ValueError("parallelism_config with cp_size > 1 or sp_size > 1 is not supported; set both to 1")
+
+    def _settle_batches(self) -> None:
+        per_step = self.per_device_train_batch_size * self.world_size
+        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+            raise ValueError(
+                f"generation_batch_size={self.generation_batch_size} and steps_per_generation="
+                f"{self.steps_per_generation} say the same thing; give one of them"
+            )
+        if self.generation_batch_size is not None:
+            if self.generation_batch_size < 1 or self.generation_batch_size % per_step:
+                fit = max(per_step, round(self.generation_batch_size / per_step) * per_step)
+                raise ValueError(
+                    f"generation_batch_size={self.generation_batch_size} is not a multiple of {per_step} "
+                    f"(per_device_train_batch_size={self.per_device_train_batch_size} x {self.world_size} processes). "
+                    f"Set generation_batch_size={fit}."
+                )
+            self.steps_per_generation = self.generation_batch_size // per_step
+        elif self.steps_per_generation is None:
+            self.steps_per_generation = self.gradient_accumulation_steps
+        plan = self.batch_plan()
+        self.generation_batch_size = plan.completions_per_rollout
+
+    def batch_plan(self) -> BatchPlan:
+        """The arithmetic of rollouts and micro-batches, checked.
+
+        Returns:
+            The plan.
+
+        Raises:
+            ValueError: if a rollout is not a whole number of groups.
+        """
+        return BatchPlan(
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            world_size=self.world_size,
+            steps_per_generation=self.steps_per_generation,  # type: ignore[arg-type]
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            num_iterations=self.num_iterations,
+            num_generations=self.num_generations,  # type: ignore[arg-type]
+        )

@@ -1,0 +1,1 @@
+"""How completions are drawn. Nothing here knows of rewards, advantages or losses."""

@@ -1,0 +1,136 @@
+"""Completions through ``generate`` of transformers, on the very module that is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from grpo_trainer.types import Completions, SamplingParams
+
+
+class HFGenerator:
+    """Draws completions with the policy itself: no second copy, no weights to synchronise.
+
+    While it draws, the policy is in eval mode (no dropout), without gradient checkpointing and with its cache on, and
+    a checkpoint's own generation defaults are out of reach; all of it is put back afterwards, also when generation
+    raises.
+
+    Args:
+        policy: returns the module that is trained, unwrapped. A function, since a trainer may replace its model.
+        autocast: returns the context of mixed precision. One context around the whole call casts the weights once,
+            not once per token.
+    """
+
+    def __init__(
+        self,
+        policy: Callable[[], nn.Module],
+        autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+    ) -> None:
+        self._policy = policy
+        self._autocast = autocast
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], num_samples: Sequence[int], sampling: SamplingParams, *, seed: int
+    ) -> Completions:
+        """Draws completions, all in one call; see ``Generator.generate``.
+
+        Args:
+            prompts: P prompts as token ids, none of them empty.
+            num_samples: for each prompt how many completions to draw.
+            sampling: how to draw them.
+            seed: fixes every random number that is used.
+
+        Returns:
+            The completions, group-major.
+
+        Raises:
+            ValueError: if a prompt is empty.
+        """
+        rows = [list(p) for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
+        if not rows:
+            return Completions(ids=(), finished=())
+        if not all(rows):
+            raise ValueError("an empty prompt cannot be completed; every prompt needs at least one token")
+        policy = self._policy()
+        device = next(policy.parameters()).device
+        ids, mask = _pad_left(rows, sampling.pad_token_id, device)
+        with torch.no_grad(), _inference_state(policy), _seeded(seed, device), self._autocast():
+            out = policy.generate(input_ids=ids, attention_mask=mask, generation_config=_generation_config(sampling))
+        return _cut(out[:, ids.shape[1] :].tolist(), sampling.eos_token_ids)
+
+
+def _generation_config(sampling: SamplingParams) -> GenerationConfig:
+    settings = {
+        "do_sample": True,
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "eos_token_id": list(sampling.eos_token_ids),
+        "pad_token_id": sampling.pad_token_id,
+        "disable_compile": True,
+        "use_cache": True,
+    }
+    return GenerationConfig(**{**settings, **sampling.extra})
+
+
+def _pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(len(row) for row in rows)
+    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def _cut(rows: list[list[int]], eos_token_ids: tuple[int, ...]) -> Completions:
+    """Each row up to and including its first end-of-sequence id; what follows is filler."""
+    ends = set(eos_token_ids)
+    ids, finished = [], []
+    for row in rows:
+        end = next((i for i, token in enumerate(row) if token in ends), None)
+        ids.append(tuple(row if end is None else row[: end + 1]))
+        finished.append(end is not None)
+    return Completions(ids=tuple(ids), finished=tuple(finished))
+
+
+@contextlib.contextmanager
+def _inference_state(model: nn.Module) -> Iterator[None]:
+    """Eval mode, cache on, gradient checkpointing off, a blank generation config; all as before afterwards."""
+    training = [(module, module.training) for module in model.modules()]
+    checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    # an adapter's wrapper reads through to the model's own attributes, so setting them on that model is enough
+    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
+    configs = [(m, m.generation_config) for m in owners if getattr(m, "generation_config", None) is not None]
+    caches = [(c, c.use_cache) for c in {id(m.config): m.config for m in owners}.values() if hasattr(c, "use_cache")]
+    try:
+        model.eval()
+        for module in checkpointing:
+            module.gradient_checkpointing = False
+        for owner, _ in configs:
+            owner.generation_config = GenerationConfig()
+        for config, _ in caches:
+            config.use_cache = True
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        for module in checkpointing:
+            module.gradient_checkpointing = True
+        for owner, original in configs:
+            owner.generation_config = original
+        for config, value in caches:
+            config.use_cache = value
+
+
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from ``seed`` inside, the generators' own state afterwards."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield

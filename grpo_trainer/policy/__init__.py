@@ -1,0 +1,1 @@
+"""How log-probs are computed. Only this folder knows how rows are laid out for a model's forward pass."""

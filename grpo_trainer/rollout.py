@@ -1,0 +1,332 @@
+"""Collects rollouts: from dataset rows to the constants of the objective.
+
+::
+
+    rows --render--> prompts --generate--> completions --score--> rewards (N, R)
+         --combine--> totals (P, G) --advantage--> (P, G) --freeze--> RolloutBatch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grpo_trainer.data import PromptRenderer
+from grpo_trainer.functional.advantages import is_constant
+from grpo_trainer.generation.base import Generator
+from grpo_trainer.metrics import MetricStore
+from grpo_trainer.policy.scoring import completion_logprobs
+from grpo_trainer.rewards.base import RewardInputs, RewardLog, RewardSet
+from grpo_trainer.types import AdvantageFn, Completions, Prompt, RolloutBatch, Row, SamplingParams
+
+Gather = Callable[[Tensor], Tensor]
+"""``(n, ...) on this process -> (W * n, ...) of all, by rank``; every process gives the same shape."""
+
+
+class Reference(Protocol):
+    """A frozen policy: inside the context, the module that speaks for it."""
+
+    def activate(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """The context."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Completions and what they earned, on this process.
+
+    Attributes:
+        rows: for each completion its dataset row.
+        prompts: for each completion its prompt.
+        completions: ids.
+        texts: the completions as text, special tokens left out.
+        rewards: (n, R) float64, NaN = does not apply.
+        log: what the reward functions logged.
+    """
+
+    rows: list[Row]
+    prompts: list[Prompt]
+    completions: Completions
+    texts: list[str]
+    rewards: Tensor
+    log: RewardLog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """This process's share of one rollout, ready for the optimizer.
+
+    Attributes:
+        batch: n rows, group-major.
+        num_tokens: prompt and completion tokens of all processes; a prompt counts once per completion.
+        table: column -> one entry per completion of this process, for people to read.
+    """
+
+    batch: RolloutBatch
+    num_tokens: int
+    table: dict[str, list[Any]]
+
+
+@dataclass(kw_only=True)
+class RolloutCollector:
+    """Collects rollouts.
+
+    Attributes:
+        renderer: row -> prompt.
+        generator: draws completions.
+        sampling: how they are drawn in training.
+        rewards: the reward functions.
+        advantage: totals (P, G) -> advantages (P, G).
+        num_generations: G.
+        policy: returns the module that is trained, unwrapped.
+        reference: the frozen policy of the KL term; None leaves the term's log-probs out.
+        keep_old_logprobs: whether a rollout is trained on after the policy has moved.
+        mask_truncated: whether completions cut at the length limit are left out of the loss.
+        score_rows: most rows in one forward pass of the old or the reference policy.
+        metrics: where figures go.
+        gather: collects tensors of all processes.
+        rank: of this process.
+        layout: for each process the rows of a rollout that it holds; None: this process holds them all.
+        autocast: context of mixed precision.
+        trainer_state: returns what reward functions get as ``trainer_state``.
+    """
+
+    renderer: PromptRenderer
+    generator: Generator
+    sampling: SamplingParams
+    rewards: RewardSet
+    advantage: AdvantageFn
+    num_generations: int
+    policy: Callable[[], nn.Module]
+    reference: Reference | None = None
+    keep_old_logprobs: bool = False
+    mask_truncated: bool = False
+    score_rows: int = 8
+    metrics: MetricStore = field(default_factory=MetricStore)
+    gather: Gather = lambda t: t
+    rank: int = 0
+    layout: Sequence[Sequence[int]] | None = None
+    autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    trainer_state: Callable[[], Any] = lambda: None
+
+    def collect(self, rows: Sequence[Row], num_samples: Sequence[int], *, seed: int) -> Rollout:
+        """One rollout.
+
+        Args:
+            rows: the dataset rows that this process completes.
+            num_samples: for each how many completions; the groups of all processes together are whole.
+            seed: of this process's random numbers.
+
+        Returns:
+            The constants of the objective for this process's completions.
+
+        Raises:
+            ValueError: if a prompt or a reward is not legal, on whichever process it happened.
+        """
+        drawn, failure = self._try_draw(rows, num_samples, seed)
+        shared = self._share(drawn, sum(num_samples), failure)  # (N, R + 3), all processes
+        rewards = shared[:, : len(self.rewards.names)]
+        totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
+        advantages = self.advantage(totals)  # (P, G)
+        self._count(rewards, totals, shared[:, -3:])
+        assert drawn is not None
+        local = advantages.flatten().float()
+        if self.layout is not None:
+            local = local[torch.tensor(self.layout[self.rank])]
+        with self._timed("time/logprobs"):
+            batch = self._with_old_and_reference(self._freeze(drawn, num_samples, local))
+        return Rollout(
+            batch=batch, num_tokens=int(shared[:, -3:-1].sum().item()), table=self._table(drawn, local.tolist())
+        )
+
+    def draw(
+        self, rows: Sequence[Row], num_samples: Sequence[int], *, seed: int, sampling: SamplingParams | None = None
+    ) -> Drawn:
+        """Completions and their rewards, without credit: what an evaluation needs.
+
+        Args:
+            rows: dataset rows.
+            num_samples: for each how many completions.
+            seed: of the random numbers.
+            sampling: how to draw; None as in training.
+
+        Returns:
+            The completions, group-major.
+
+        Raises:
+            ValueError: if a prompt or a reward is not legal.
+        """
+        prompts = [self.renderer(row, f"row {i} of the rollout") for i, row in enumerate(rows)]
+        with self._timed("time/generation"):
+            completions = self.generator.generate(
+                [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed
+            )
+        each_row = [row for row, n in zip(rows, num_samples, strict=True) for _ in range(n)]
+        each_prompt = [p for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
+        if len(completions) != len(each_row):
+            raise ValueError(f"the generator returned {len(completions)} completions, {len(each_row)} were asked for")
+        texts = [self.renderer.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions.ids]
+        with self._timed("time/rewards"):
+            rewards, log = self.rewards.score(
+                RewardInputs(
+                    rows=each_row,
+                    completions=[
+                        [{"role": "assistant", "content": text}] if prompt.conversational else text
+                        for prompt, text in zip(each_prompt, texts, strict=True)
+                    ],
+                    completion_ids=completions.ids,
+                    trainer_state=self.trainer_state(),
+                )
+            )
+        return Drawn(
+            rows=each_row, prompts=each_prompt, completions=completions, texts=texts, rewards=rewards, log=log
+        )
+
+    # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others
+    # in the very tensor that they exchange anyway.
+    def _try_draw(
+        self, rows: Sequence[Row], num_samples: Sequence[int], seed: int
+    ) -> tuple[Drawn | None, Exception | None]:
+        try:
+            return self.draw(rows, num_samples, seed=seed), None
+        except Exception as error:
+            return None, error
+
+    def _share(self, drawn: Drawn | None, count: int, failure: Exception | None) -> Tensor:
+        """Rewards, prompt length, completion length and finished flag of all N completions, group-major."""
+        width = len(self.rewards.names) + 4
+        local = torch.zeros(count, width, dtype=torch.float64)  # last column: 1 = this process failed
+        if drawn is None:
+            local[:, -1] = 1
+        else:
+            local[:, : drawn.rewards.shape[1]] = drawn.rewards
+            local[:, -4] = torch.tensor([len(p.ids) for p in drawn.prompts])
+            local[:, -3] = torch.tensor([len(ids) for ids in drawn.completions.ids])
+            local[:, -2] = torch.tensor(drawn.completions.finished)
+        shared = self.gather(local)
+        if failure is not None:
+            raise failure
+        failed = shared[:, -1].view(-1, count)[:, 0].nonzero().flatten().tolist()
+        if failed:
+            raise RuntimeError(f"process {failed[0]} failed while collecting a rollout; its own message says why")
+        if self.layout is not None:
+            order = torch.tensor([row for rows in self.layout for row in rows])
+            shared = torch.empty_like(shared).index_copy(0, order, shared)
+        return shared[:, :-1]
+
+    def _freeze(self, drawn: Drawn, num_samples: Sequence[int], advantages: Tensor) -> RolloutBatch:
+        device = next(self.policy().parameters()).device
+        lengths = tuple(len(ids) for ids in drawn.completions.ids)
+        width = max(lengths, default=0)
+        ids = torch.zeros(len(lengths), width, dtype=torch.long)
+        for row, tokens in enumerate(drawn.completions.ids):
+            ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        credited = torch.arange(width) < torch.tensor(lengths)[:, None]
+        if self.mask_truncated:
+            credited &= torch.tensor(drawn.completions.finished)[:, None]
+        firsts = [sum(num_samples[:i]) for i in range(len(num_samples))]
+        return RolloutBatch(
+            prompt_ids=tuple(torch.tensor(drawn.prompts[i].ids) for i in firsts),
+            prompt_of_row=tuple(p for p, n in enumerate(num_samples) for _ in range(n)),
+            lengths=lengths,
+            completion_ids=ids,
+            mask=credited,
+            advantages=advantages,
+        ).to(device)
+
+    def _with_old_and_reference(self, batch: RolloutBatch) -> RolloutBatch:
+        if self.keep_old_logprobs:
+            policy = self.policy()
+            with _eval_mode(policy):
+                batch = replace(batch, old_logprobs=self._logprobs(policy, batch))
+        if self.reference is not None:
+            with self.reference.activate() as model:
+                batch = replace(batch, ref_logprobs=self._logprobs(model, batch))
+        return batch
+
+    def _logprobs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
+        """(n, T) log-probs without gradient, a few rows at a time."""
+        out = torch.zeros(batch.completion_ids.shape, dtype=torch.float32, device=batch.completion_ids.device)
+        with torch.no_grad(), self.autocast():
+            for start in range(0, len(batch), self.score_rows):
+                part = batch.select(range(start, min(start + self.score_rows, len(batch))))
+                scores = completion_logprobs(model, part, temperature=self.sampling.temperature)
+                out[start : start + len(part), : scores.logprobs.shape[1]] = scores.logprobs
+        return out
+
+    def _table(self, drawn: Drawn, advantages: list[float]) -> dict[str, list[Any]]:
+        rewards = {
+            name: [None if v != v else v for v in column]
+            for name, column in zip(self.rewards.names, drawn.rewards.T.tolist(), strict=True)
+        }
+        own = {
+            "prompt": [p.text for p in drawn.prompts],
+            "completion": drawn.texts,
+            **rewards,
+            "advantage": advantages,
+            "finished": list(drawn.completions.finished),
+            "length": [len(ids) for ids in drawn.completions.ids],
+        }
+        extra = {(f"extra/{name}" if name in own or name == "step" else name): v for name, v in drawn.log.extra.items()}
+        for name, values in drawn.log.metrics.items():
+            self.metrics.add(name, sum(values), len(values))
+        return {**own, **extra}
+
+    def _count(self, rewards: Tensor, totals: Tensor, facts: Tensor) -> None:
+        """Figures about the whole rollout: rewards (N, R), totals (P, G), facts (N, 3): prompt, length, finished.
+
+        Every process holds the same tensors; only the first one counts them.
+        """
+        if self.rank:
+            return
+        add = self.metrics.add
+        add("reward", *_nansum(totals))
+        add("reward_std", _std(totals.flatten()))
+        for name, column in zip(self.rewards.names, rewards.T, strict=True):
+            total, count = _nansum(column)
+            add(f"rewards/{name}/mean", total, count)
+            if count:
+                add(f"rewards/{name}/std", _std(column))
+        add("frac_reward_zero_std", is_constant(totals).sum().item(), len(totals))
+        lengths, finished = facts[:, 1], facts[:, 2] > 0
+        add("completions/clipped_ratio", (~finished).sum().item(), len(finished))
+        for label, some in [("", lengths), ("terminated_", lengths[finished])]:
+            if len(some):
+                add(f"completions/mean_{label}length", some.sum().item(), len(some))
+                self.metrics.extreme(f"completions/min_{label}length", some.min().item(), "min")
+                self.metrics.extreme(f"completions/max_{label}length", some.max().item(), "max")
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.metrics.add(name, time.perf_counter() - start, 0.0)
+
+
+def _nansum(values: Tensor) -> tuple[float, int]:
+    return values.nansum().item(), int((~values.isnan()).sum().item())
+
+
+def _std(values: Tensor) -> float:
+    """Sample standard deviation of the entries that are not NaN; 0 for fewer than two."""
+    known = values[~values.isnan()]
+    return known.std().item() if len(known) > 1 else 0.0
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,94 @@
+"""Tasks that come with the package: small data sets that are made, not downloaded, each with a held-out part.
+
+A task is a function and its line in `BUILTIN_TASKS`; a recipe or a notebook asks for it by name, ``builtin:sums``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from grpo_trainer.registry import suggest
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Rows = list[dict[str, Any]]
+
+TaskFn = Callable[[random.Random], tuple[Rows, Rows]]
+"""``(rng) -> (train rows, held-out rows)``, both shuffled; no question of one part gives away one of the other."""
+
+LARGEST_TERM = 20
+HELDOUT_SUMS = 64
+
+
+def sums(rng: random.Random) -> tuple[Rows, Rows]:
+    """Sums of two numbers from 1 to 20, asked in the chat format.
+
+    Of the 210 unordered pairs, 64 are held out, each asked once, in one of its two orders. The other 146 are for
+    training, in both orders. Since the split is over unordered pairs, ``12 + 7`` never gives away ``7 + 12``.
+
+    Args:
+        rng: decides the split, the order of the terms and of the rows.
+
+    Returns:
+        Train rows and held-out rows, with the columns ``prompt`` (one user message) and ``answer`` (int).
+    """
+    pairs = [(a, b) for a in range(1, LARGEST_TERM + 1) for b in range(a, LARGEST_TERM + 1)]
+    rng.shuffle(pairs)
+    heldout = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs[:HELDOUT_SUMS]]
+    train = [order for a, b in pairs[HELDOUT_SUMS:] for order in dict.fromkeys([(a, b), (b, a)])]
+    rng.shuffle(train)
+    return [_sum_row(*pair) for pair in train], [_sum_row(*pair) for pair in heldout]
+
+
+BUILTIN_TASKS: dict[str, TaskFn] = {
+    "builtin:sums": sums,
+}
+"""Every task by the name that a recipe gives as ``dataset_name``."""
+
+
+def load_task(
+    name: str, seed: int = 0, *, train_size: int | None = None, heldout_size: int | None = None
+) -> tuple[Dataset, Dataset]:
+    """The two parts of a task that comes with the package.
+
+    Args:
+        name: a key of `BUILTIN_TASKS`.
+        seed: decides the split and the order; the same seed gives the same rows.
+        train_size: number of training rows; None takes all.
+        heldout_size: number of held-out rows; None takes all.
+
+    Returns:
+        ``(train, heldout)``, both shuffled. Rows that a smaller size leaves out of one part never move to the other.
+
+    Raises:
+        ValueError: if the name is unknown, or a size is less than 1 or more than the task has.
+
+    Example:
+        >>> train, heldout = load_task("builtin:sums", seed=0, heldout_size=10)
+        >>> len(heldout), sorted(heldout.column_names)
+        (10, ['answer', 'prompt'])
+    """
+    from datasets import Dataset
+
+    if name not in BUILTIN_TASKS:
+        raise ValueError(f"unknown task {name!r}.{suggest(name, BUILTIN_TASKS)} Known: {', '.join(BUILTIN_TASKS)}.")
+    train, heldout = BUILTIN_TASKS[name](random.Random(seed))
+    train = _take(train, train_size, f"train_size of {name}")
+    heldout = _take(heldout, heldout_size, f"heldout_size of {name}")
+    return Dataset.from_list(train), Dataset.from_list(heldout)
+
+
+def _sum_row(a: int, b: int) -> dict[str, Any]:
+    question = f"What is {a} + {b}? Answer with a number."
+    return {"prompt": [{"role": "user", "content": question}], "answer": a + b}
+
+
+def _take(rows: Rows, size: int | None, what: str) -> Rows:
+    if size is None:
+        return rows
+    if not 1 <= size <= len(rows):
+        raise ValueError(f"{what} is {size}; give a number from 1 to {len(rows)}, or leave it out for all")
+    return rows[:size]

@@ -1,0 +1,593 @@
+"""``GRPOTrainer``: the step, driven by ``transformers.Trainer``.
+
+The seam is two methods. The Trainer asks for the micro-batches of one optimizer step (``get_batch_samples``): that is
+where rollouts are collected, cut, and counted. Then it asks for the loss of each (``compute_loss``): that is where the
+objective is evaluated. Configuration fields become objects in ``__init__``; nothing below this file sees them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import PromptRenderer
+from grpo_trainer.generation.hf import HFGenerator
+from grpo_trainer.loading import (
+    base_model,
+    disable_dropout,
+    end_of_sequence_ids,
+    is_peft,
+    load_policy,
+    load_reward_model,
+    load_tokenizer,
+    max_context,
+)
+from grpo_trainer.metrics import MetricStore
+from grpo_trainer.objective import Objective, build_objective, masked_sum
+from grpo_trainer.policy.reference import make_reference
+from grpo_trainer.policy.scoring import completion_logprobs
+from grpo_trainer.reports.completions import CompletionsWriter
+from grpo_trainer.reports.printer import CompletionsPrinter
+from grpo_trainer.rewards.base import RewardSet
+from grpo_trainer.rewards.model import RewardModel
+from grpo_trainer.rollout import RolloutCollector
+from grpo_trainer.runtime import prepare_cpu
+from grpo_trainer.sampler import RolloutLoader, RolloutSampler, Ticket
+from grpo_trainer.types import RolloutBatch, Row, SamplingParams
+
+logger = logging.get_logger(__name__)
+
+ROWS_CHECKED = 2000
+"""Rows whose prompt is rendered when a trainer is made, to find bad ones early; the rest are checked as they are met."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleResult:
+    """Completions of a dataset by the current policy.
+
+    Attributes:
+        rows: P dataset rows.
+        completions: P lists of G texts.
+        rewards: (P, G) float64, the weighted total; NaN where no reward applies.
+        finished: P lists of G flags, False where a completion was cut at the limit.
+        lengths: P lists of G numbers of tokens.
+    """
+
+    rows: list[Row]
+    completions: list[list[str]]
+    rewards: Tensor
+    finished: list[list[bool]]
+    lengths: list[list[int]]
+
+
+class GRPOTrainer(Trainer):
+    """Trains a causal language model with Group Relative Policy Optimization.
+
+    Takes the place of TRL's trainer of the same name: the same arguments with the same meaning.
+
+    Args:
+        model: a name (hub, folder, or ``builtin:…``), a ``PreTrainedModel`` or a ``PeftModel``.
+        reward_funcs: one or several of: a callable by TRL's contract, a coroutine function, a sequence classifier
+            (one label) as a module or by name.
+        args: the configuration; None makes one from the model's name.
+        train_dataset: rows with a column ``prompt``, a string or a list of messages; other columns go to the rewards.
+        eval_dataset: the same, or a mapping from name to dataset.
+        processing_class: the tokenizer; None loads the model's. It is copied, never changed.
+        reward_processing_classes: the tokenizers of reward models, one per reward function; None loads them.
+        callbacks: further callbacks of the Trainer. One that has a method ``on_rollout(args, state, control, table)``
+            is called with each rollout's completions, as columns.
+        optimizers: an optimizer and a scheduler, as for the Trainer.
+        quantization_config: loads a model given by name in 4 or 8 bits.
+        peft_config: wraps the model in an adapter.
+
+    Raises:
+        ValueError: if an argument is illegal; the message names it and what would be legal.
+
+    Example:
+        >>> from grpo_trainer import GRPOConfig, GRPOTrainer  # doctest: +SKIP
+        >>> trainer = GRPOTrainer(
+        ...     model="builtin:smollm2-135m-instruct",
+        ...     reward_funcs=lambda completions, **kwargs: [-abs(20 - len(c)) for c in completions],
+        ...     args=GRPOConfig("out"),
+        ...     train_dataset=dataset,
+        ... )  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the items of the whole optimizer step
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        args = _check_args(args, model)
+        if args.device.type == "cpu":
+            for note in prepare_cpu(args.cpu_threads):
+                logger.info(note)
+        set_seed(args.seed)  # before loading: an adapter's first weights are random
+        tokenizer = load_tokenizer(processing_class, model, trust_remote_code=args.trust_remote_code)
+        renderer = PromptRenderer(tokenizer, args.chat_template_kwargs)
+        _check_dataset("train_dataset", train_dataset, renderer)
+        handed_in_as_peft = is_peft(model)
+        policy = load_policy(
+            model,
+            model_init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            gradient_checkpointing=bool(args.activation_checkpointing),
+        )
+        if args.disable_dropout:
+            disable_dropout(policy)
+        self._context = max_context(policy)
+        _check_context(args, self._context)
+        rewards = _reward_set(reward_funcs, reward_processing_classes, args, renderer)
+        super().__init__(
+            model=policy,
+            args=args,
+            data_collator=_as_is,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=[*(callbacks or []), *_reports(args)],
+            optimizers=optimizers,
+        )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{args.n_gpu} GPUs are visible to one process, which would split groups over replicas. Start one process per "
+                "GPU with `accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
+            )
+        self.plan = args.batch_plan()
+        self.objective = _objective(args)
+        self.metrics = MetricStore()
+        self.collector = self._build_collector(renderer, rewards, handed_in_as_peft)
+        self._pending: deque[RolloutBatch] = deque()
+        self._step_started: float | None = None
+        self._warned: set[str] = set()
+        self._size = sum(p.numel() for p in base_model(policy).parameters())
+        self.add_callback(_StepClock(self._end_step))
+
+    def _build_collector(self, renderer: PromptRenderer, rewards: RewardSet, handed_in_as_peft: bool) -> RolloutCollector:
+        args: GRPOConfig = self.args
+        reference = make_reference(self.model, handed_in_as_peft=handed_in_as_peft) if args.beta else None
+        return RolloutCollector(
+            renderer=renderer,
+            generator=HFGenerator(lambda: self.model, self.accelerator.autocast),
+            sampling=_sampling(args, self.model, renderer.tokenizer),
+            rewards=rewards,
+            advantage=self.objective.advantage,
+            num_generations=self.plan.num_generations,
+            policy=lambda: self.model,
+            reference=reference,
+            keep_old_logprobs=self.plan.rollout_outlives_step,
+            mask_truncated=args.mask_truncated_completions,
+            # the rows of one old or reference pass are those of one training pass, in the same rectangle: on one
+            # machine the log-probs of equal weights are then equal to the last bit, in any precision
+            score_rows=self.plan.per_device_train_batch_size,
+            metrics=self.metrics,
+            gather=self._gather,
+            rank=args.process_index,
+            layout=[self.plan.rows(rank) for rank in range(args.world_size)],
+            autocast=self.accelerator.autocast,
+            trainer_state=lambda: self.state,
+        )
+
+    # --- data -----------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        """One ticket per micro-step; rows are read when their rollout is collected.
+
+        Returns:
+            The loader.
+
+        Raises:
+            ValueError: if there is no training set, or it is smaller than one rollout.
+        """
+        if self.train_dataset is None:
+            raise ValueError("train() needs a train_dataset, and none was given")
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        shuffle = bool(self.args.shuffle_dataset)
+        return RolloutLoader(RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed))
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """The rows of an evaluation set, unsharded and in order: ``evaluation_loop`` shares them out.
+
+        Args:
+            eval_dataset: a dataset, the name of one of several, or None for the trainer's own.
+
+        Returns:
+            The loader.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if dataset is None:
+            raise ValueError("evaluate() needs an eval_dataset, and none was given")
+        return DataLoader(dataset, batch_size=self.args.eval_batch_size, collate_fn=_as_is)
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Ticket], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, RolloutBatch]], Tensor]:
+        """The micro-batches of one optimizer step, collected if there are none left, and the step's normaliser.
+
+        Args:
+            epoch_iterator: tickets, one per micro-step.
+            num_batches: how many micro-batches the step has; fewer come at the end of an epoch.
+            device: where the normaliser is to be.
+
+        Returns:
+            The micro-batches of this process and Z, (): the items of the step over all micro-batches and processes.
+        """
+        self._step_started = time.perf_counter()
+        window = []
+        for place, ticket in enumerate(itertools.islice(epoch_iterator, num_batches)):
+            if ticket.micro_step == 0 or not self._pending:
+                self._collect(ticket, place)
+            window.append(self._pending.popleft())
+        self.metrics.add("tokens_per_second", sum(batch.num_tokens for batch in window), 0.0)
+        items = torch.zeros((), device=device)
+        for batch in window:
+            items = items + self.objective.items(batch)
+        return [{"batch": batch} for batch in window], self.accelerator.reduce(items, reduction="sum").clamp(min=1)
+
+    def _collect(self, ticket: Ticket, place: int) -> None:
+        """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
+        groups = self.plan.local_groups(self.args.process_index)
+        rows = [self.train_dataset[ticket.prompts[p]] for p, _ in groups]
+        seed = _seed(self.args.seed, self.state.global_step, place, self.args.process_index)
+        rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed)
+        one_pass = [rollout.batch.select(part) for part in self.plan.micro_batches()]
+        self._pending.clear()
+        self._pending.extend((one_pass * self.plan.num_iterations)[ticket.micro_step :])
+        self.state.num_input_tokens_seen += rollout.num_tokens
+        self.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
+        self._show(rollout.table)
+
+    def _prepare_inputs(self, inputs: dict[str, RolloutBatch]) -> dict[str, RolloutBatch]:
+        """Micro-batches are on the device already."""
+        return inputs
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, RolloutBatch],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """The loss of one micro-batch, divided by the items of the whole optimizer step.
+
+        Args:
+            model: the policy, as wrapped for training.
+            inputs: holds the ``batch``.
+            return_outputs: also return the scores.
+            num_items_in_batch: Z, (), over all micro-batches and processes; None takes this micro-batch's own.
+
+        Returns:
+            The loss, (): its sum over micro-batches, averaged over processes, is the objective of the step.
+        """
+        batch = inputs["batch"]
+        scores = completion_logprobs(model, batch, temperature=self.args.temperature, with_entropy=True)
+        total, stats = self.objective(scores.logprobs, batch)
+        if num_items_in_batch is None:
+            num_items_in_batch = self.objective.items(batch).clamp(min=1)
+        assert scores.entropy is not None
+        self._count({**stats, "entropy": masked_sum(scores.entropy, batch.mask)})
+        # data-parallel wrappers average gradients over processes; the objective is a sum over them
+        loss = total * self.accelerator.num_processes / num_items_in_batch
+        return (loss, scores) if return_outputs else loss
+
+    def _count(self, stats: dict[str, tuple[Tensor, Tensor]]) -> None:
+        for name, (total, count) in stats.items():
+            if not name.startswith("clip_ratio/"):
+                self.metrics.add(name, total, count)
+                continue
+            self.metrics.add(f"{name}_mean", total, count)
+            for side, how in (("low", "min"), ("high", "max")):
+                if name.endswith(side):
+                    self.metrics.extreme(f"{name}_{how}", total / count.clamp(min=1), how)
+
+    def _end_step(self) -> None:
+        """Closes the books of one optimizer step: every time is per step, and what is not named is the update."""
+        if self._step_started is None:
+            return
+        seconds = time.perf_counter() - self._step_started
+        self._step_started = None
+        for name in ("time/generation", "time/rewards", "time/logprobs"):
+            self.metrics.add(name, 0.0, 1.0)
+        self.metrics.add("step_time", seconds)
+        self.metrics.add("tokens_per_second", 0.0, seconds / self.args.world_size)
+
+    # --- evaluation -----------------------------------------------------------------------------------------------
+
+    def sample(
+        self, dataset: Any, num_generations: int, *, temperature: float | None = None, seed: int = 0
+    ) -> SampleResult:
+        """Completions of a dataset by the current policy, and their rewards. Leaves the training run as it was.
+
+        Args:
+            dataset: P rows with a column ``prompt``.
+            num_generations: G, completions of each row.
+            temperature: of the sampling; None takes the configuration's.
+            seed: equal seeds give equal completions of equal weights.
+
+        Returns:
+            The completions and rewards, the same on every process.
+        """
+        return self._sample([dataset[i] for i in range(len(dataset))], num_generations, temperature, seed)[0]
+
+    def _sample(
+        self, rows: list[Row], num_generations: int, temperature: float | None, seed: int
+    ) -> tuple[SampleResult, dict[str, float]]:
+        collector = dataclasses.replace(self.collector, metrics=MetricStore(), num_generations=num_generations, rank=0)
+        sampling = collector.sampling
+        if temperature is not None:
+            sampling = dataclasses.replace(sampling, temperature=temperature)
+        share = self.plan.per_device_train_batch_size * self.plan.steps_per_generation
+        at_once = max(1, max(self.args.per_device_eval_batch_size, share) // num_generations)
+        chunks = [rows[i : i + at_once] for i in range(0, len(rows), at_once)]
+        mine = range(self.args.process_index, len(chunks), self.args.world_size)
+        drawn = [
+            (k, collector.draw(chunks[k], [num_generations] * len(chunks[k]), seed=_seed(seed, k), sampling=sampling))
+            for k in mine
+        ]
+        parts = [
+            (k, d.texts, d.rewards, d.completions.finished, [len(i) for i in d.completions.ids], [len(p.ids) for p in d.prompts])
+            for k, d in drawn
+        ]
+        parts = sorted(gather_object(parts) if self.args.world_size > 1 else parts, key=lambda part: part[0])
+        rewards = torch.cat([part[2] for part in parts])  # (P * G, R)
+        totals = collector.rewards.combine(rewards).view(len(rows), num_generations)
+        texts, finished, lengths, prompts = ([v for part in parts for v in part[i]] for i in (1, 3, 4, 5))
+        collector._count(rewards, totals, torch.tensor([prompts, lengths, finished], dtype=torch.float64).T)
+
+        def grouped(values: list) -> list[list]:
+            return [values[i : i + num_generations] for i in range(0, len(values), num_generations)]
+
+        result = SampleResult(
+            rows=rows,
+            completions=grouped(texts),
+            rewards=totals,
+            finished=grouped(finished),
+            lengths=grouped(lengths),
+        )
+        figures = {k: v for k, v in collector.metrics.reduce().items() if not k.startswith("time/")}
+        return result, figures
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Draws ``num_generations_eval`` completions per row, with the same random numbers each time, and scores them.
+
+        Args:
+            dataloader: its dataset holds the rows.
+            description: not used.
+            prediction_loss_only: not used; there is no loss.
+            ignore_keys: not used.
+            metric_key_prefix: put before the name of every figure.
+
+        Returns:
+            The figures.
+        """
+        dataset = dataloader.dataset
+        rows = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
+        group = self.args.num_generations_eval or self.plan.num_generations
+        _, figures = self._sample(rows, group, None, self.args.seed)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
+
+    # --- reports --------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the figures since the last log, over all processes, and hands everything to the callbacks.
+
+        Args:
+            logs: what the Trainer has to say; extended in place.
+            start_time: of the training run.
+        """
+        if not any(key.startswith("eval_") for key in logs):
+            figures = self.metrics.reduce(gather_object if self.args.world_size > 1 else None)
+            if "step_time" in figures:
+                parts = sum(figures.get(f"time/{part}", 0.0) for part in ("generation", "rewards", "logprobs"))
+                figures["time/update"] = max(figures["step_time"] - parts, 0.0)
+            self._warn_early(figures)
+            logs.update(figures)
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Six per parameter and token, the usual estimate for a forward and a backward pass.
+
+        Args:
+            inputs: holds the ``batch``.
+
+        Returns:
+            The number of operations.
+        """
+        return 6 * self._size * inputs["batch"].num_tokens
+
+    def _show(self, table: dict[str, list[Any]]) -> None:
+        """Hands the rollout's completions, of all processes, to the callbacks that want them."""
+        listeners = [c.on_rollout for c in self.callback_handler.callbacks if hasattr(c, "on_rollout")]
+        if not listeners:
+            return
+        tables = gather_object([table]) if self.args.world_size > 1 else [table]
+        columns = dict.fromkeys(c for t in tables for c in t)
+        sizes = [len(t["prompt"]) for t in tables]
+        merged = {c: [v for t, n in zip(tables, sizes, strict=True) for v in t.get(c, [None] * n)] for c in columns}
+        merged = {"step": [self.state.global_step + 1] * sum(sizes), **merged}
+        for listener in listeners:
+            listener(self.args, self.state, self.control, table=merged)
+
+    def _warn_early(self, figures: dict[str, float]) -> None:
+        """Says once, in words, what the first figures of a run should make a user look at."""
+        if figures.get("completions/clipped_ratio", 0.0) > 0.9:
+            self._warn_once(
+                "truncated",
+                f"{figures['completions/clipped_ratio']:.0%} of the completions were cut at max_completion_length="
+                f"{self.args.max_completion_length}: raise it, or the policy never sees the end of what it says.",
+            )
+        if figures.get("frac_reward_zero_std") == 1.0:
+            self._warn_once(
+                "silent",
+                "every group's rewards were equal, so there was nothing to learn from: the reward may never be met or "
+                "always be met. Try other prompts, a larger num_generations, or a reward with more steps.",
+            )
+        if "step_time" in figures and "reward" not in figures and "entropy" in figures and "num_tokens" in figures:
+            self._warn_once("unscored", "no reward function applied to any completion (all returned None).")
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned and self.is_world_process_zero():
+            self._warned.add(key)
+            logger.warning(message)
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        if self.args.world_size == 1:
+            return tensor
+        return self.accelerator.gather(tensor.to(self.args.device)).cpu()
+
+
+class _StepClock(TrainerCallback):
+    """Tells the trainer that an optimizer step is over, before it is logged."""
+
+    def __init__(self, end_step: Callable[[], None]) -> None:
+        self._end_step = end_step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Closes the step."""
+        self._end_step()
+
+
+def _check_args(args: GRPOConfig | None, model: Any) -> GRPOConfig:
+    if args is None:
+        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
+        return GRPOConfig(f"{name.rstrip('/').split('/')[-1].replace(':', '-')}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(
+            f"args must be a grpo_trainer.GRPOConfig, got {type(args).__module__}.{type(args).__name__}; "
+            "import GRPOConfig from grpo_trainer too"
+        )
+    return args
+
+
+def _check_dataset(name: str, dataset: Any, renderer: PromptRenderer) -> None:
+    if dataset is None:
+        return
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"{name} is a {type(dataset).__name__}, which has no length; iterable datasets are not supported yet. "
+            "Load it without streaming"
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty")
+    for i in range(min(len(dataset), ROWS_CHECKED)):
+        renderer(dataset[i], f"row {i} of {name}")
+
+
+def _check_context(args: GRPOConfig, context: int | None) -> None:
+    if context is not None and args.max_completion_length >= context:
+        raise ValueError(
+            f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's context of "
+            f"{context} tokens; set it to at most {context - 1} less the longest prompt"
+        )
+
+
+def _reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: PromptRenderer) -> RewardSet:
+    if reward_funcs is None:
+        raise ValueError("reward_funcs is missing: give a function, a reward model, or a list of them")
+    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(functions)
+    if len(given) != len(functions):
+        raise ValueError(
+            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions; give one each"
+        )
+    return RewardSet(
+        [_reward(f, t, args, renderer) for f, t in zip(functions, given, strict=True)], args.reward_weights
+    )
+
+
+def _reward(function: Any, tokenizer: Any, args: GRPOConfig, renderer: PromptRenderer) -> Any:
+    if not isinstance(function, (str, nn.Module)):
+        return function
+    model, tokenizer = load_reward_model(function, tokenizer, trust_remote_code=args.trust_remote_code)
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    return RewardModel(model.to(args.device), tokenizer, renderer.reward_text, name=name.rstrip("/").split("/")[-1])
+
+
+def _sampling(args: GRPOConfig, model: nn.Module, tokenizer: Any) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=args.max_completion_length,  # type: ignore[arg-type]
+        eos_token_ids=end_of_sequence_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        extra=dict(args.generation_kwargs or {}),  # type: ignore[arg-type]
+    )
+
+
+def _objective(args: GRPOConfig) -> Objective:
+    return build_objective(
+        loss_type=args.loss_type,
+        scale_rewards=args.scale_rewards,
+        max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
+        advantage_ddof=args.advantage_ddof,
+        beta=args.beta,
+        kl_importance_weighted=args.use_bias_correction_kl,
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        delta=args.delta,
+    )
+
+
+def _reports(args: GRPOConfig) -> list[TrainerCallback]:
+    if not args.log_completions:
+        return []
+    return [CompletionsWriter(Path(args.output_dir) / "completions"), CompletionsPrinter(args.num_completions_to_print)]
+
+
+def _seed(*parts: int) -> int:
+    """One 63-bit seed out of several numbers; equal numbers give equal seeds on every machine."""
+    return int(np.random.SeedSequence([int(p) for p in parts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _as_is(batch: Sequence[Any]) -> Sequence[Any]:
+    return batch

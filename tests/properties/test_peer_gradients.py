@@ -1,0 +1,132 @@
+"""TRL's trainer and ours, given the same completions, hand the optimizer the same gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.types import Completions
+from tests.helpers import EOS_ID, tiny_llama, tiny_tokenizer
+
+CASES = {
+    "dapo": dict(loss_type="dapo", gradient_accumulation_steps=2),
+    "grpo": dict(loss_type="grpo", gradient_accumulation_steps=2),
+    "dr_grpo": dict(loss_type="dr_grpo", scale_rewards="none", gradient_accumulation_steps=2),
+    # the mean of token means depends on which rows share a micro-batch, and TRL shuffles them: one micro-batch
+    "bnpo": dict(loss_type="bnpo", per_device_train_batch_size=8),
+    "dapo, batch scaling": dict(loss_type="dapo", scale_rewards="batch", gradient_accumulation_steps=2),
+    "grpo, KL, two iterations": dict(loss_type="grpo", beta=0.2, num_iterations=2, per_device_train_batch_size=8),
+    "dapo, KL without ratio": dict(
+        loss_type="dapo", beta=0.2, num_iterations=2, use_bias_correction_kl=False, per_device_train_batch_size=8
+    ),
+    "grpo, clip-higher and two-sided": dict(
+        loss_type="grpo", epsilon=0.01, epsilon_high=0.02, delta=1.05, num_iterations=3, per_device_train_batch_size=8
+    ),
+    "grpo, temperature, truncated masked": dict(
+        loss_type="grpo", temperature=0.7, mask_truncated_completions=True, gradient_accumulation_steps=2
+    ),
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """TRL loads its reference by name, so the model has to be on disk."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(seed=3).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_agree_with_trl(case, checkpoint, tmp_path):
+    settings = {
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": STEPS,
+        "learning_rate": 0.5,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "gradient_checkpointing": False,
+        "disable_tqdm": True,
+        "shuffle_dataset": False,
+        **CASES[case],
+    }
+    theirs = trl_gradients(checkpoint, trl.GRPOConfig(str(tmp_path / "trl"), **settings))
+    ours = our_gradients(checkpoint, GRPOConfig(str(tmp_path / "ours"), **settings))
+    assert len(ours) == len(theirs) == STEPS
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert b.norm() > 0
+        error = ((a - b).norm() / b.norm()).item()
+        assert error <= 1e-5, f"step {step}: relative difference {error:.1e}"
+
+
+def rows():
+    return Dataset.from_list([{"prompt": "abcdefghijkl"[: 3 + i]} for i in range(6)])
+
+
+def completion(prompt_ids, place):
+    """Fixed by prompt and place: 1 to 7 tokens, the odd ones ended by the end-of-sequence id, the others cut."""
+    draw = torch.Generator().manual_seed(sum(prompt_ids) * 31 + place)
+    length = int(torch.randint(1, 8, (1,), generator=draw))
+    ids = torch.randint(4, 200, (length,), generator=draw).tolist()
+    return [*ids[:-1], EOS_ID] if place % 2 else ids
+
+
+def reward(completion_ids, **kwargs):
+    return [float(sum(ids) % 17) / 8 for ids in completion_ids]
+
+
+class Recorder(TrainerCallback):
+    def __init__(self):
+        self.gradients = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
+
+
+def trl_gradients(checkpoint, config):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    recorder = Recorder()
+    trainer = trl.GRPOTrainer(
+        model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder]
+    )
+
+    def generate(prompt_ids, *args, **kwargs):
+        return [completion(p, i % config.num_generations) for i, p in enumerate(prompt_ids)], None
+
+    trainer._generate_single_turn = generate
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return recorder.gradients
+
+
+class Fixed:
+    def generate(self, prompts, num_samples, sampling, *, seed):
+        ids = [tuple(completion(p, place)) for p, n in zip(prompts, num_samples, strict=True) for place in range(n)]
+        return Completions(ids=tuple(ids), finished=tuple(row[-1] == EOS_ID for row in ids))
+
+
+def our_gradients(checkpoint, config):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    recorder = Recorder()
+    trainer = GRPOTrainer(
+        model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder]
+    )
+    trainer.collector.generator = Fixed()
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+    return recorder.gradients

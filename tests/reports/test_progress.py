@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from transformers.trainer_callback import TrainerControl, TrainerState
+
+from grpo_trainer.reports.progress import RichProgress
+
+
+class Run:
+    """Plays the trainer: calls the callback as transformers' loop does."""
+
+    def __init__(self, *, terminal: bool, main: bool = True, steps: int = 25, log_every: int = 1, **kwargs) -> None:
+        self.out = io.StringIO()
+        console = Console(file=self.out, force_terminal=terminal, width=100)
+        self.progress = RichProgress(console, **kwargs)
+        self.state = TrainerState(max_steps=steps, logging_steps=log_every, is_world_process_zero=main)
+        self.control = TrainerControl()
+
+    def call(self, event: str, **kwargs) -> None:
+        getattr(self.progress, event)(None, self.state, self.control, **kwargs)
+
+    def play(self, first: int = 0, fail_at: int | None = None) -> str:
+        self.state.global_step = first
+        self.call("on_train_begin")
+        for step in range(first + 1, self.state.max_steps + 1):
+            self.call("on_rollout", table=table(step))
+            if step == fail_at:
+                raise RuntimeError("the step failed")
+            self.state.global_step = step
+            self.call("on_step_end")
+            if step % self.state.logging_steps == 0:
+                self.call("on_log", logs={"reward": step / 100, "loss": 0.0})
+        self.call("on_log", logs={"train_runtime": 1.0})
+        self.call("on_train_end")
+        return self.out.getvalue()
+
+
+def table(step: int) -> dict:
+    return {
+        "step": [step] * 2,
+        "prompt": ["What is 7 + 12?"] * 2,
+        "completion": ["nineteen", "[19]"],
+        "last_integer": [0.0, 1.0],
+        "advantage": [-0.7, 0.7],
+        "finished": [True, True],
+        "length": [3, 4],
+    }
+
+
+def test_without_a_terminal_there_are_plain_lines_with_step_reward_and_time_left():
+    text = Run(terminal=False, tables=0).play()
+    lines = text.splitlines()
+    assert lines[0].startswith("step 1/25  reward 0.010  ")
+    assert lines[0].endswith(" left")
+    assert lines[-1].startswith("step 25/25  reward 0.250  ")
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(("steps", "log_every"), [(25, 1), (1000, 1), (10_000, 10), (100_000, 7)])
+def test_a_long_run_does_not_flood_a_log_file(steps, log_every):
+    lines = Run(terminal=False, tables=0, lines=12, steps=steps, log_every=log_every).play().splitlines()
+    assert 10 <= len(lines) <= 14
+
+
+def test_in_a_terminal_there_is_a_bar_with_step_and_reward():
+    text = Run(terminal=True, tables=0).play()
+    assert "25/25" in text
+    assert "reward 0.250" in text
+    assert "step 1/25" not in text  # no plain lines beside the bar
+
+
+def test_a_resumed_run_counts_on():
+    assert Run(terminal=False, tables=0).play(first=20).splitlines()[0].startswith("step 21/25")
+    assert "25/25" in Run(terminal=True, tables=0).play(first=20)
+
+
+def test_completions_are_shown_now_and_then_beginning_with_the_first():
+    # 25 steps, 4 tables: every 7 steps, so before steps 1, 8, 15 and 22
+    text = Run(terminal=False, tables=4).play()
+    shown = [line.split()[-1] for line in text.splitlines() if line.startswith("sampled for step")]
+    assert shown == ["1", "8", "15", "22"]
+    assert "nineteen" in text and "[19]" in text
+
+
+def test_no_table_is_shown_if_none_is_wanted():
+    assert "nineteen" not in Run(terminal=False, tables=0).play()
+
+
+def test_only_the_main_process_shows_anything():
+    for terminal in (False, True):
+        assert Run(terminal=terminal, main=False).play() == ""
+
+
+def test_the_bar_is_taken_down_when_the_run_fails():
+    run = Run(terminal=True, tables=0)
+    with pytest.raises(RuntimeError), run.progress:
+        run.play(fail_at=3)
+    assert run.out.getvalue().endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_a_run_can_be_started_again_after_it_was_broken_off():
+    run = Run(terminal=True, tables=0)
+    with pytest.raises(RuntimeError):
+        run.play(fail_at=3)
+    assert "25/25" in run.play()  # rich would refuse a second live display beside the first

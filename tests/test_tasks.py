@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from grpo_trainer.rewards.maths import last_integer
+from grpo_trainer.tasks import BUILTIN_TASKS, load_task
+
+
+def terms(row) -> tuple[int, int]:
+    """The two numbers that a row asks for, read from its question alone."""
+    (message,) = row["prompt"]
+    assert message["role"] == "user"
+    match = re.fullmatch(r"What is (\d+) \+ (\d+)\? Answer with a number\.", message["content"])
+    return int(match[1]), int(match[2])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, 12345])
+def test_no_heldout_sum_occurs_in_training_in_either_order(seed):
+    train, heldout = load_task("builtin:sums", seed)
+    seen = {frozenset(terms(row)) for row in train}
+    asked = [frozenset(terms(row)) for row in heldout]
+    assert seen.isdisjoint(asked)
+    assert len(set(asked)) == len(asked) == 64  # one question per unordered pair: the samples are independent
+    # 20 * 21 / 2 = 210 unordered pairs in all
+    assert len(seen) == 210 - 64
+
+
+def test_answers_are_the_sums_and_training_has_every_order_once():
+    train, heldout = load_task("builtin:sums", 3)
+    for row in [*train, *heldout]:
+        a, b = terms(row)
+        assert 1 <= a <= 20 and 1 <= b <= 20
+        assert row["answer"] == a + b
+        assert last_integer([f"{a} + {b} = {a + b}"], [row["answer"]]) == [1.0]
+    asked = [terms(row) for row in train]
+    assert len(set(asked)) == len(asked)
+    assert {(b, a) for a, b in asked} == set(asked)
+
+
+def test_the_seed_fixes_split_and_order():
+    first, again, other = (load_task("builtin:sums", seed) for seed in (1, 1, 2))
+    assert [p.to_list() for p in first] == [p.to_list() for p in again]
+    assert {terms(r) for r in first[1]} != {terms(r) for r in other[1]}
+
+
+def test_rows_are_shuffled():
+    train, heldout = load_task("builtin:sums", 0)
+    for part in (train, heldout):
+        asked = [terms(row) for row in part]
+        assert asked != sorted(asked)
+    assert any(a > b for a, b in map(terms, heldout))  # both orders are asked
+
+
+def test_a_smaller_size_takes_the_first_rows_and_leaks_nothing():
+    train, heldout = load_task("builtin:sums", 0)
+    few_train, few_heldout = load_task("builtin:sums", 0, train_size=5, heldout_size=3)
+    assert few_train.to_list() == train.to_list()[:5]
+    assert few_heldout.to_list() == heldout.to_list()[:3]
+
+
+def test_an_unknown_task_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match=r"unknown task 'builtin:sum'\. Did you mean 'builtin:sums'\?"):
+        load_task("builtin:sum")
+    assert set(BUILTIN_TASKS) == {"builtin:sums"}
+
+
+@pytest.mark.parametrize("size", [0, -1, 65])
+def test_an_impossible_size_is_refused_with_the_legal_ones(size):
+    with pytest.raises(ValueError, match=rf"heldout_size of builtin:sums is {size}; give a number from 1 to 64"):
+        load_task("builtin:sums", heldout_size=size)
