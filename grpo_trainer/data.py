@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_trainer.trl_door import is_conversational
@@ -93,6 +94,47 @@ class PromptRenderer:
             return prompt + completion
         messages = [without_none(m) for m in [*prompt, *completion]]
         return self.tokenizer.apply_chat_template(messages, tokenize=False, **self.chat_template_kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextLimit:
+    """What a model has room for.
+
+    Attributes:
+        context: most tokens that its positions allow; None if they have no bound.
+        max_completion_length: tokens that have to be left for a completion.
+
+    Raises:
+        ValueError: if not even a prompt of one token fits.
+    """
+
+    context: int | None
+    max_completion_length: int
+
+    def __post_init__(self) -> None:
+        if self.context is not None and self.max_completion_length >= self.context:
+            raise ValueError(
+                f"max_completion_length={self.max_completion_length} leaves no room for a prompt in the model's "
+                f"context of {self.context} tokens; set it to at most {self.context - 1} less the longest prompt"
+            )
+
+    def check(self, prompt: Prompt, where: str) -> None:
+        """Checks that a completion fits behind a prompt.
+
+        Args:
+            prompt: the prompt.
+            where: names its row in an error.
+
+        Raises:
+            ValueError: if it does not fit.
+        """
+        length = len(prompt.ids)
+        if self.context is not None and length + self.max_completion_length > self.context:
+            raise ValueError(
+                f"{where}: the prompt has {length} tokens, and with max_completion_length="
+                f"{self.max_completion_length} it overruns the model's context of {self.context} tokens. Set "
+                f"max_completion_length to at most {max(self.context - length, 0)}, or leave out longer prompts"
+            )
 
 
 def without_none(value: Any) -> Any:

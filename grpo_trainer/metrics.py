@@ -69,7 +69,8 @@ class MetricStore:
         """
         means = {k: (t.item(), c.item()) for k, (t, c) in _to_host(self._means).items()}
         extremes = {k: v.item() for k, v in self._extremes.items()}
-        everyone = gather_object([(means, extremes, self._latest)]) if gather_object else [(means, extremes, self._latest)]
+        mine = [(means, extremes, self._latest)]
+        everyone = gather_object(mine) if gather_object else mine
         self._means, self._extremes, self._latest = {}, {}, {}
         return _merge(everyone)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.data import PromptRenderer
+from grpo_trainer.data import ContextLimit, PromptRenderer
 from grpo_trainer.functional.advantages import is_constant
 from grpo_trainer.generation.base import Generator
 from grpo_trainer.metrics import MetricStore
@@ -85,6 +85,7 @@ class RolloutCollector:
         advantage: totals (P, G) -> advantages (P, G).
         num_generations: G.
         policy: returns the module that is trained, unwrapped.
+        limit: what the model has room for.
         reference: the frozen policy of the KL term; None leaves the term's log-probs out.
         keep_old_logprobs: whether a rollout is trained on after the policy has moved.
         mask_truncated: whether completions cut at the length limit are left out of the loss.
@@ -104,6 +105,7 @@ class RolloutCollector:
     advantage: AdvantageFn
     num_generations: int
     policy: Callable[[], nn.Module]
+    limit: ContextLimit = field(default_factory=lambda: ContextLimit(context=None, max_completion_length=1))
     reference: Reference | None = None
     keep_old_logprobs: bool = False
     mask_truncated: bool = False
@@ -134,7 +136,8 @@ class RolloutCollector:
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
         advantages = self.advantage(totals)  # (P, G)
-        self._count(rewards, totals, shared[:, -3:])
+        if self.rank == 0:  # every process holds the same figures: one counts them
+            count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:])
         assert drawn is not None
         local = advantages.flatten().float()
         if self.layout is not None:
@@ -163,6 +166,8 @@ class RolloutCollector:
             ValueError: if a prompt or a reward is not legal.
         """
         prompts = [self.renderer(row, f"row {i} of the rollout") for i, row in enumerate(rows)]
+        for i, prompt in enumerate(prompts):
+            self.limit.check(prompt, f"row {i} of the rollout")
         with self._timed("time/generation"):
             completions = self.generator.generate(
                 [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed
@@ -184,9 +189,7 @@ class RolloutCollector:
                     trainer_state=self.trainer_state(),
                 )
             )
-        return Drawn(
-            rows=each_row, prompts=each_prompt, completions=completions, texts=texts, rewards=rewards, log=log
-        )
+        return Drawn(rows=each_row, prompts=each_prompt, completions=completions, texts=texts, rewards=rewards, log=log)
 
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others
     # in the very tensor that they exchange anyway.
@@ -265,7 +268,7 @@ class RolloutCollector:
             name: [None if v != v else v for v in column]
             for name, column in zip(self.rewards.names, drawn.rewards.T.tolist(), strict=True)
         }
-        own = {
+        own: dict[str, list[Any]] = {
             "prompt": [p.text for p in drawn.prompts],
             "completion": drawn.texts,
             **rewards,
@@ -278,30 +281,6 @@ class RolloutCollector:
             self.metrics.add(name, sum(values), len(values))
         return {**own, **extra}
 
-    def _count(self, rewards: Tensor, totals: Tensor, facts: Tensor) -> None:
-        """Figures about the whole rollout: rewards (N, R), totals (P, G), facts (N, 3): prompt, length, finished.
-
-        Every process holds the same tensors; only the first one counts them.
-        """
-        if self.rank:
-            return
-        add = self.metrics.add
-        add("reward", *_nansum(totals))
-        add("reward_std", _std(totals.flatten()))
-        for name, column in zip(self.rewards.names, rewards.T, strict=True):
-            total, count = _nansum(column)
-            add(f"rewards/{name}/mean", total, count)
-            if count:
-                add(f"rewards/{name}/std", _std(column))
-        add("frac_reward_zero_std", is_constant(totals).sum().item(), len(totals))
-        lengths, finished = facts[:, 1], facts[:, 2] > 0
-        add("completions/clipped_ratio", (~finished).sum().item(), len(finished))
-        for label, some in [("", lengths), ("terminated_", lengths[finished])]:
-            if len(some):
-                add(f"completions/mean_{label}length", some.sum().item(), len(some))
-                self.metrics.extreme(f"completions/min_{label}length", some.min().item(), "min")
-                self.metrics.extreme(f"completions/max_{label}length", some.max().item(), "max")
-
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
@@ -309,6 +288,33 @@ class RolloutCollector:
             yield
         finally:
             self.metrics.add(name, time.perf_counter() - start, 0.0)
+
+
+def count_rollout(metrics: MetricStore, names: Sequence[str], rewards: Tensor, totals: Tensor, facts: Tensor) -> None:
+    """Figures about all completions of a rollout.
+
+    Args:
+        metrics: where they go.
+        names: of the R reward functions.
+        rewards: (N, R), NaN = does not apply.
+        totals: (P, G) weighted totals, NaN = unscorable.
+        facts: (N, 3) prompt length, completion length, finished flag.
+    """
+    metrics.add("reward", *_nansum(totals))
+    metrics.add("reward_std", _std(totals.flatten()))
+    for name, column in zip(names, rewards.T, strict=True):
+        total, count = _nansum(column)
+        metrics.add(f"rewards/{name}/mean", total, count)
+        if count:
+            metrics.add(f"rewards/{name}/std", _std(column))
+    metrics.add("frac_reward_zero_std", is_constant(totals).sum().item(), len(totals))
+    lengths, finished = facts[:, 1], facts[:, 2] > 0
+    metrics.add("completions/clipped_ratio", (~finished).sum().item(), len(finished))
+    for label, some in [("", lengths), ("terminated_", lengths[finished])]:
+        if len(some):
+            metrics.add(f"completions/mean_{label}length", some.sum().item(), len(some))
+            metrics.extreme(f"completions/min_{label}length", some.min().item(), "min")
+            metrics.extreme(f"completions/max_{label}length", some.max().item(), "max")
 
 
 def _nansum(values: Tensor) -> tuple[float, int]:

@@ -10,8 +10,8 @@ that is an optimizer step.
 
 Which rows a process holds is settled so that an optimizer step consists of the same completions however many processes
 there are. Steps and passes both begin at multiples of c = gcd(S, A) micro-steps; so the rollout is dealt out in blocks
-of c*b*W consecutive rows, and of each block every process takes c*b consecutive rows. A group is then on one process whenever
-c*b is a multiple of G, as it is when S = A and the process's share is whole groups.
+of c*b*W consecutive rows, and of each block every process takes c*b consecutive rows. A group is then on one process
+whenever c*b is a multiple of G, as it is when S = A and the process's share is whole groups.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class RolloutSampler(Sampler[Ticket]):
 
 
 class _Tickets(Dataset):
-    """Stands in for the dataset, whose rows are read once, when their rollout is collected: a ticket stands for itself."""
+    """Stands in for the dataset, whose rows are read when their rollout is collected: a ticket stands for itself."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -7,16 +7,12 @@ objective is evaluated. Configuration fields become objects in ``__init__``; not
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
@@ -25,55 +21,31 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
-from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import PromptRenderer
-from grpo_trainer.generation.hf import HFGenerator
-from grpo_trainer.loading import (
-    base_model,
-    disable_dropout,
-    end_of_sequence_ids,
-    is_peft,
-    load_policy,
-    load_reward_model,
-    load_tokenizer,
-    max_context,
+from grpo_trainer.assembly import (
+    check_args,
+    check_dataset,
+    objective_of,
+    refuse_not_yet,
+    report_callbacks,
+    reward_set,
+    sampling_params,
 )
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.evaluation import SampleResult, combine_seed, sample
+from grpo_trainer.generation.hf import HFGenerator
+from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
 from grpo_trainer.metrics import MetricStore
-from grpo_trainer.objective import Objective, build_objective, masked_sum
+from grpo_trainer.objective import masked_sum
 from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import completion_logprobs
-from grpo_trainer.reports.completions import CompletionsWriter
-from grpo_trainer.reports.printer import CompletionsPrinter
 from grpo_trainer.rewards.base import RewardSet
-from grpo_trainer.rewards.model import RewardModel
 from grpo_trainer.rollout import RolloutCollector
 from grpo_trainer.runtime import prepare_cpu
 from grpo_trainer.sampler import RolloutLoader, RolloutSampler, Ticket
-from grpo_trainer.types import RolloutBatch, Row, SamplingParams
+from grpo_trainer.types import RolloutBatch
 
 logger = logging.get_logger(__name__)
-
-ROWS_CHECKED = 2000
-"""Rows whose prompt is rendered when a trainer is made, to find bad ones early; the rest are checked as they are met."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleResult:
-    """Completions of a dataset by the current policy.
-
-    Attributes:
-        rows: P dataset rows.
-        completions: P lists of G texts.
-        rewards: (P, G) float64, the weighted total; NaN where no reward applies.
-        finished: P lists of G flags, False where a completion was cut at the limit.
-        lengths: P lists of G numbers of tokens.
-    """
-
-    rows: list[Row]
-    completions: list[list[str]]
-    rewards: Tensor
-    finished: list[list[bool]]
-    lengths: list[list[int]]
 
 
 class GRPOTrainer(Trainer):
@@ -95,6 +67,9 @@ class GRPOTrainer(Trainer):
         optimizers: an optimizer and a scheduler, as for the Trainer.
         quantization_config: loads a model given by name in 4 or 8 bits.
         peft_config: wraps the model in an adapter.
+        tools: not supported yet.
+        rollout_func: not supported yet.
+        environment_factory: not supported yet.
 
     Raises:
         ValueError: if an argument is illegal; the message names it and what would be legal.
@@ -125,15 +100,18 @@ class GRPOTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
-        args = _check_args(args, model)
+        refuse_not_yet(tools=tools, rollout_func=rollout_func, environment_factory=environment_factory)
+        args = check_args(args, model)
         if args.device.type == "cpu":
             for note in prepare_cpu(args.cpu_threads):
                 logger.info(note)
         set_seed(args.seed)  # before loading: an adapter's first weights are random
         tokenizer = load_tokenizer(processing_class, model, trust_remote_code=args.trust_remote_code)
-        renderer = PromptRenderer(tokenizer, args.chat_template_kwargs)
-        _check_dataset("train_dataset", train_dataset, renderer)
+        renderer = PromptRenderer(tokenizer, args.chat_template_kwargs)  # type: ignore[arg-type]
         handed_in_as_peft = is_peft(model)
         policy = load_policy(
             model,
@@ -141,13 +119,13 @@ class GRPOTrainer(Trainer):
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
             peft_config=peft_config,
-            gradient_checkpointing=bool(args.activation_checkpointing),
+            gradient_checkpointing=bool(args.gradient_checkpointing),
         )
         if args.disable_dropout:
             disable_dropout(policy)
-        self._context = max_context(policy)
-        _check_context(args, self._context)
-        rewards = _reward_set(reward_funcs, reward_processing_classes, args, renderer)
+        limit = ContextLimit(context=max_context(policy), max_completion_length=args.max_completion_length or 1)
+        check_dataset("train_dataset", train_dataset, renderer, limit)
+        rewards = reward_set(reward_funcs, reward_processing_classes, args, renderer)
         super().__init__(
             model=policy,
             args=args,
@@ -155,35 +133,38 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[*(callbacks or []), *_reports(args)],
+            callbacks=[*(callbacks or []), *report_callbacks(args)],
             optimizers=optimizers,
         )
         if args.n_gpu > 1:
             raise ValueError(
-                f"{args.n_gpu} GPUs are visible to one process, which would split groups over replicas. Start one process per "
-                "GPU with `accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
+                f"{args.n_gpu} GPUs are visible to one process, which would split groups over replicas. Start one "
+                "process per GPU with `accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
             )
         self.plan = args.batch_plan()
-        self.objective = _objective(args)
+        self.objective = objective_of(args)
         self.metrics = MetricStore()
-        self.collector = self._build_collector(renderer, rewards, handed_in_as_peft)
+        self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
         self._warned: set[str] = set()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
 
-    def _build_collector(self, renderer: PromptRenderer, rewards: RewardSet, handed_in_as_peft: bool) -> RolloutCollector:
+    def _build_collector(
+        self, renderer: PromptRenderer, limit: ContextLimit, rewards: RewardSet, handed_in_as_peft: bool
+    ) -> RolloutCollector:
         args: GRPOConfig = self.args
         reference = make_reference(self.model, handed_in_as_peft=handed_in_as_peft) if args.beta else None
         return RolloutCollector(
             renderer=renderer,
             generator=HFGenerator(lambda: self.model, self.accelerator.autocast),
-            sampling=_sampling(args, self.model, renderer.tokenizer),
+            sampling=sampling_params(args, self.model, renderer.tokenizer),
             rewards=rewards,
             advantage=self.objective.advantage,
             num_generations=self.plan.num_generations,
             policy=lambda: self.model,
+            limit=limit,
             reference=reference,
             keep_old_logprobs=self.plan.rollout_outlives_step,
             mask_truncated=args.mask_truncated_completions,
@@ -265,7 +246,7 @@ class GRPOTrainer(Trainer):
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
         groups = self.plan.local_groups(self.args.process_index)
         rows = [self.train_dataset[ticket.prompts[p]] for p, _ in groups]
-        seed = _seed(self.args.seed, self.state.global_step, place, self.args.process_index)
+        seed = combine_seed(self.args.seed, self.state.global_step, place, self.args.process_index)
         rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed)
         one_pass = [rollout.batch.select(part) for part in self.plan.micro_batches()]
         self._pending.clear()
@@ -344,45 +325,18 @@ class GRPOTrainer(Trainer):
         Returns:
             The completions and rewards, the same on every process.
         """
-        return self._sample([dataset[i] for i in range(len(dataset))], num_generations, temperature, seed)[0]
-
-    def _sample(
-        self, rows: list[Row], num_generations: int, temperature: float | None, seed: int
-    ) -> tuple[SampleResult, dict[str, float]]:
-        collector = dataclasses.replace(self.collector, metrics=MetricStore(), num_generations=num_generations, rank=0)
-        sampling = collector.sampling
-        if temperature is not None:
-            sampling = dataclasses.replace(sampling, temperature=temperature)
         share = self.plan.per_device_train_batch_size * self.plan.steps_per_generation
-        at_once = max(1, max(self.args.per_device_eval_batch_size, share) // num_generations)
-        chunks = [rows[i : i + at_once] for i in range(0, len(rows), at_once)]
-        mine = range(self.args.process_index, len(chunks), self.args.world_size)
-        drawn = [
-            (k, collector.draw(chunks[k], [num_generations] * len(chunks[k]), seed=_seed(seed, k), sampling=sampling))
-            for k in mine
-        ]
-        parts = [
-            (k, d.texts, d.rewards, d.completions.finished, [len(i) for i in d.completions.ids], [len(p.ids) for p in d.prompts])
-            for k, d in drawn
-        ]
-        parts = sorted(gather_object(parts) if self.args.world_size > 1 else parts, key=lambda part: part[0])
-        rewards = torch.cat([part[2] for part in parts])  # (P * G, R)
-        totals = collector.rewards.combine(rewards).view(len(rows), num_generations)
-        texts, finished, lengths, prompts = ([v for part in parts for v in part[i]] for i in (1, 3, 4, 5))
-        collector._count(rewards, totals, torch.tensor([prompts, lengths, finished], dtype=torch.float64).T)
-
-        def grouped(values: list) -> list[list]:
-            return [values[i : i + num_generations] for i in range(0, len(values), num_generations)]
-
-        result = SampleResult(
-            rows=rows,
-            completions=grouped(texts),
-            rewards=totals,
-            finished=grouped(finished),
-            lengths=grouped(lengths),
+        return sample(
+            self.collector,
+            [dataset[i] for i in range(len(dataset))],
+            num_generations,
+            rows_at_once=max(1, max(self.args.per_device_eval_batch_size, share) // num_generations),
+            temperature=temperature,
+            seed=seed,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            gather_object=gather_object if self.args.world_size > 1 else None,
         )
-        figures = {k: v for k, v in collector.metrics.reduce().items() if not k.startswith("time/")}
-        return result, figures
 
     def evaluation_loop(
         self,
@@ -404,12 +358,10 @@ class GRPOTrainer(Trainer):
         Returns:
             The figures.
         """
-        dataset = dataloader.dataset
-        rows = [dataset[i] for i in range(len(dataset))]  # type: ignore[arg-type]
         group = self.args.num_generations_eval or self.plan.num_generations
-        _, figures = self._sample(rows, group, None, self.args.seed)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))  # type: ignore[arg-type]
+        result = self.sample(dataloader.dataset, group, seed=self.args.seed)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in result.figures.items()}
+        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(result.rows))
 
     # --- reports --------------------------------------------------------------------------------------------------
 
@@ -467,7 +419,7 @@ class GRPOTrainer(Trainer):
                 "every group's rewards were equal, so there was nothing to learn from: the reward may never be met or "
                 "always be met. Try other prompts, a larger num_generations, or a reward with more steps.",
             )
-        if "step_time" in figures and "reward" not in figures and "entropy" in figures and "num_tokens" in figures:
+        if "completions/mean_length" in figures and "reward" not in figures:
             self._warn_once("unscored", "no reward function applied to any completion (all returned None).")
 
     def _warn_once(self, key: str, message: str) -> None:
@@ -487,106 +439,9 @@ class _StepClock(TrainerCallback):
     def __init__(self, end_step: Callable[[], None]) -> None:
         self._end_step = end_step
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Closes the step."""
         self._end_step()
-
-
-def _check_args(args: GRPOConfig | None, model: Any) -> GRPOConfig:
-    if args is None:
-        name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "") or "model"
-        return GRPOConfig(f"{name.rstrip('/').split('/')[-1].replace(':', '-')}-GRPO")
-    if not isinstance(args, GRPOConfig):
-        raise ValueError(
-            f"args must be a grpo_trainer.GRPOConfig, got {type(args).__module__}.{type(args).__name__}; "
-            "import GRPOConfig from grpo_trainer too"
-        )
-    return args
-
-
-def _check_dataset(name: str, dataset: Any, renderer: PromptRenderer) -> None:
-    if dataset is None:
-        return
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            f"{name} is a {type(dataset).__name__}, which has no length; iterable datasets are not supported yet. "
-            "Load it without streaming"
-        )
-    if len(dataset) == 0:
-        raise ValueError(f"{name} is empty")
-    for i in range(min(len(dataset), ROWS_CHECKED)):
-        renderer(dataset[i], f"row {i} of {name}")
-
-
-def _check_context(args: GRPOConfig, context: int | None) -> None:
-    if context is not None and args.max_completion_length >= context:
-        raise ValueError(
-            f"max_completion_length={args.max_completion_length} leaves no room for a prompt in the model's context of "
-            f"{context} tokens; set it to at most {context - 1} less the longest prompt"
-        )
-
-
-def _reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: PromptRenderer) -> RewardSet:
-    if reward_funcs is None:
-        raise ValueError("reward_funcs is missing: give a function, a reward model, or a list of them")
-    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
-    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(functions)
-    if len(given) != len(functions):
-        raise ValueError(
-            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions; give one each"
-        )
-    return RewardSet(
-        [_reward(f, t, args, renderer) for f, t in zip(functions, given, strict=True)], args.reward_weights
-    )
-
-
-def _reward(function: Any, tokenizer: Any, args: GRPOConfig, renderer: PromptRenderer) -> Any:
-    if not isinstance(function, (str, nn.Module)):
-        return function
-    model, tokenizer = load_reward_model(function, tokenizer, trust_remote_code=args.trust_remote_code)
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    return RewardModel(model.to(args.device), tokenizer, renderer.reward_text, name=name.rstrip("/").split("/")[-1])
-
-
-def _sampling(args: GRPOConfig, model: nn.Module, tokenizer: Any) -> SamplingParams:
-    return SamplingParams(
-        max_new_tokens=args.max_completion_length,  # type: ignore[arg-type]
-        eos_token_ids=end_of_sequence_ids(model, tokenizer),
-        pad_token_id=tokenizer.pad_token_id,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        extra=dict(args.generation_kwargs or {}),  # type: ignore[arg-type]
-    )
-
-
-def _objective(args: GRPOConfig) -> Objective:
-    return build_objective(
-        loss_type=args.loss_type,
-        scale_rewards=args.scale_rewards,
-        max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
-        advantage_ddof=args.advantage_ddof,
-        beta=args.beta,
-        kl_importance_weighted=args.use_bias_correction_kl,
-        epsilon=args.epsilon,
-        epsilon_high=args.epsilon_high,
-        delta=args.delta,
-    )
-
-
-def _reports(args: GRPOConfig) -> list[TrainerCallback]:
-    if not args.log_completions:
-        return []
-    return [CompletionsWriter(Path(args.output_dir) / "completions"), CompletionsPrinter(args.num_completions_to_print)]
-
-
-def _seed(*parts: int) -> int:
-    """One 63-bit seed out of several numbers; equal numbers give equal seeds on every machine."""
-    return int(np.random.SeedSequence([int(p) for p in parts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
 def _as_is(batch: Sequence[Any]) -> Sequence[Any]:

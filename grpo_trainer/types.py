@@ -164,8 +164,8 @@ class RolloutBatch:
         used = list(dict.fromkeys(self.prompt_of_row[i] for i in rows))
         index = torch.tensor(rows, dtype=torch.long, device=self.completion_ids.device)
 
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.index_select(0, index)[:, :width]
+        def cut(tensor: Tensor) -> Tensor:
+            return tensor.index_select(0, index)[:, :width]
 
         return dataclasses.replace(
             self,
@@ -175,8 +175,8 @@ class RolloutBatch:
             completion_ids=cut(self.completion_ids),
             mask=cut(self.mask),
             advantages=self.advantages.index_select(0, index),
-            old_logprobs=cut(self.old_logprobs),
-            ref_logprobs=cut(self.ref_logprobs),
+            old_logprobs=None if self.old_logprobs is None else cut(self.old_logprobs),
+            ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
         )
 
     def to(self, device: torch.device | str) -> RolloutBatch:

@@ -6,7 +6,9 @@ import os
 import sys
 
 # Before torch, transformers and wandb are imported: they read these once.
-os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false")
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", WANDB_MODE="offline", TOKENIZERS_PARALLELISM="false"
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -51,6 +52,9 @@ def test_rows_are_shuffled():
         asked = [terms(row) for row in part]
         assert asked != sorted(asked)
     assert any(a > b for a, b in map(terms, heldout))  # both orders are asked
+    # the two orders of a sum are not neighbours, which would put them into one batch; by chance, about one pair is
+    asked = [terms(row) for row in train]
+    assert sum(x == y[::-1] and x != y for x, y in itertools.pairwise(asked)) < 10
 
 
 def test_a_smaller_size_takes_the_first_rows_and_leaks_nothing():

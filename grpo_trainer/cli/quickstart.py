@@ -94,10 +94,6 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
     console = Console()
     folder = Path(config.output_dir)
     checkpoint = _checkpoint(folder, recipe, resume, lambda line: _say(console, line))
-    if checkpoint is None:
-        clear_earlier_run(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-
     quiet_libraries()
     train_rows, heldout = load_task("builtin:sums", config.seed)
     _say(console, f"loading {recipe.arguments.model_name_or_path} …")
@@ -112,6 +108,8 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
         f"{plan.completions_per_rollout // plan.num_generations} prompts x {plan.num_generations} completions",
     )
     if checkpoint is None:
+        clear_earlier_run(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         before = measure(trainer, heldout, config.seed, console, "before training")
         record = Record(settings=_comparable(recipe), before=before)
         record.save(folder)
@@ -131,7 +129,7 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
 def _train(trainer: Any, checkpoint: str | None, record: Record, folder: Path, progress: Any, stop: Any) -> str | None:
     """Trains; returns the checkpoint that was saved if Ctrl-C ended it."""
     from grpo_trainer.cli.train import last_checkpoint
-    from grpo_trainer.reports.summary import peak_rss_bytes
+    from grpo_trainer.runtime import peak_rss_bytes
 
     start = time.monotonic()
     with progress, stop:
@@ -182,7 +180,8 @@ def summarise(trainer: Any, record: Record, after: Measure) -> dict[str, Any]:
     Returns:
         What goes into summary.json. Seconds are totals over training; ``n`` is the number of held-out prompts.
     """
-    from grpo_trainer.reports.summary import peak_rss_bytes, total_over_steps
+    from grpo_trainer.reports.summary import total_over_steps
+    from grpo_trainer.runtime import peak_rss_bytes
 
     history, steps = trainer.state.log_history, trainer.state.global_step
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 import types
@@ -29,7 +30,18 @@ class RecipeLoader(yaml.SafeLoader):
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """A mapping, each of whose keys stands once."""
+        """A mapping, each of whose keys stands once.
+
+        Args:
+            node: the mapping as parsed.
+            deep: construct what it holds too.
+
+        Returns:
+            The mapping.
+
+        Raises:
+            ConstructorError: if a key stands twice.
+        """
         seen = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
@@ -140,15 +152,15 @@ def typed_from_words(key: str, words: list[str], annotation: Any, where: str) ->
 
 
 def type_name(annotation: Any) -> str:
-    """How a type is called in a message: ``int``, ``float or null``, ``str or a list``."""
+    """How a type is called in a message: ``int``, ``float or null``, ``str or a list of str``."""
     names = []
     for member in _members(annotation):
         origin = typing.get_origin(member) or member
         if origin is type(None):
             names.append("null")
         elif origin is list:
-            names.append("a list")
-        elif origin is dict:
+            names.append(f"a list of {type_name(typing.get_args(member)[0])}" if typing.get_args(member) else "a list")
+        elif origin is dict or dataclasses.is_dataclass(origin):
             names.append("a mapping")
         elif origin is typing.Literal:
             names.extend(repr(choice) for choice in typing.get_args(member))
@@ -183,12 +195,17 @@ def _problem(error: ValidationError, value: Any) -> str:
     """What is wrong inside a list or mapping: the place and pydantic's words. Plain values speak for themselves."""
     if not isinstance(value, (list, dict)):
         return "; put it in quotes if a text is meant" if _wants_quotes(error, value) else ""
-    details = [d for d in error.errors(include_url=False) if len(d["loc"]) > 1]
-    if not details:
-        return ""
-    deepest = max(details, key=lambda d: len(d["loc"]))
-    place = ".".join(str(part) for part in deepest["loc"] if not str(part).startswith(("list[", "function-")))
-    return f" ({place}: {deepest['msg'].lower()})"
+    deepest = max(error.errors(include_url=False), key=lambda d: len(d["loc"]))
+    # of pydantic's path, the places and keys; the names of the types that it tried say nothing to a user
+    place = ".".join(str(part) for part in deepest["loc"] if isinstance(part, int) or _is_key(part, value))
+    return f" (at {place}: {deepest['msg'].lower()})" if place else ""
+
+
+def _is_key(name: str, value: Any) -> bool:
+    """Whether a name is a key somewhere in nested lists and mappings."""
+    if isinstance(value, dict):
+        return name in value or any(_is_key(name, v) for v in value.values())
+    return isinstance(value, list) and any(_is_key(name, v) for v in value)
 
 
 def _wants_quotes(error: ValidationError, value: Any) -> bool:

@@ -10,6 +10,7 @@ equal has advantages of exactly 0, whatever the constant: rounding in a mean nev
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ def group_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
 def group_center(rewards: Tensor) -> Tensor:
     """Each reward less the mean of its group: ``A_i = r_i - mean(r)``.
 
-    Dr. GRPO (arXiv:2503.20783), section 3.2: dividing by the standard deviation favours questions that are nearly always or
-    nearly never solved.
+    Dr. GRPO (arXiv:2503.20783), section 3.2: dividing by the standard deviation favours questions that are nearly
+    always or nearly never solved.
 
     Args:
         rewards: (P, G), NaN = unscorable.
@@ -98,7 +99,7 @@ def batch_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
     return (_centred(r) / (std + eps)).to(rewards.dtype)
 
 
-ADVANTAGES = {
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "group_zscore": group_zscore,
     "group_center": group_center,
     "batch_zscore": batch_zscore,

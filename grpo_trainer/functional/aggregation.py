@@ -1,11 +1,13 @@
 """From losses per token to one number: ``sum(w * loss) / Z``.
 
 Each function gives the weights w (B, T) of a micro-batch and what the micro-batch adds to Z, its number of items. Z is
-summed over all micro-batches and all processes of an optimizer step before anything is divided, so the gradient does not depend on
-how the step was cut. The one exception says so in its first line.
+summed over all micro-batches and all processes of an optimizer step before anything is divided, so the gradient does
+not depend on how the step was cut. The one exception says so in its first line.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -71,7 +73,7 @@ def fixed_length(mask: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
 
 
 def micro_batch_token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """NOT invariant to how a step is cut: mean over micro-batches of their token means, ``w = m / sum(m)``, ``Z = 1`` each.
+    """NOT invariant to how a step is cut: mean over micro-batches of their token means, ``w = m / sum(m)``, ``Z = 1``.
 
     The "bnpo" normaliser of TRL. Prefer ``token_mean``.
 
@@ -89,7 +91,7 @@ def micro_batch_token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
     return weights / weights.sum().clamp(min=1), weights.new_tensor(1.0)
 
 
-AGGREGATIONS = {
+AGGREGATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "fixed_length": fixed_length,

@@ -11,8 +11,8 @@ from grpo_trainer.functional.shapes import check_shapes
 def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> Tensor:
     """``log softmax(logits / temperature)`` at the given ids.
 
-    The arithmetic is float32 (float64 for float64 logits) under any autocast. Top-k, top-p, min-p and the repetition penalty never
-    enter: they change what is sampled, not what is trained.
+    The arithmetic is float32 (float64 for float64 logits) under any autocast. Top-k, top-p, min-p and the repetition
+    penalty never enter: they change what is sampled, not what is trained.
 
     Args:
         logits: (B, T, V); position t predicts ``ids[:, t]``.
@@ -27,8 +27,10 @@ def token_logprobs(logits: Tensor, ids: Tensor, *, temperature: float = 1.0) -> 
 
     Example:
         >>> logits = torch.tensor([[[2.0, 0.0]]])
-        >>> [round(token_logprobs(logits, torch.zeros(1, 1, dtype=torch.long), temperature=t).item(), 6)
-        ...  for t in (0.5, 1.0, 2.0)]
+        >>> [
+        ...     round(token_logprobs(logits, torch.zeros(1, 1, dtype=torch.long), temperature=t).item(), 6)
+        ...     for t in (0.5, 1.0, 2.0)
+        ... ]
         [-0.01815, -0.126928, -0.313262]
     """
     check_shapes("B T", ids=ids, logits=logits[..., 0])

@@ -9,6 +9,7 @@ Departure from the papers: log-ratios are capped at +-20 before they are exponen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -102,7 +103,7 @@ def clipped(
     )
 
 
-POLICY_LOSSES = {
+POLICY_LOSSES: dict[str, Callable[..., TokenLoss]] = {
     "clipped": clipped,
 }
 """Every policy loss by name. A new one is a function above and a line here."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class HFGenerator:
 
     def __init__(
         self,
-        policy: Callable[[], nn.Module],
+        policy: Callable[[], Any],
         autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ) -> None:
         self._policy = policy
@@ -102,7 +103,7 @@ def _cut(rows: list[list[int]], eos_token_ids: tuple[int, ...]) -> Completions:
 def _inference_state(model: nn.Module) -> Iterator[None]:
     """Eval mode, cache on, gradient checkpointing off, a blank generation config; all as before afterwards."""
     training = [(module, module.training) for module in model.modules()]
-    checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     # an adapter's wrapper reads through to the model's own attributes, so setting them on that model is enough
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs = [(m, m.generation_config) for m in owners if getattr(m, "generation_config", None) is not None]

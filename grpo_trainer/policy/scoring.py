@@ -8,7 +8,7 @@ with rotary as with absolute positions.
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ def completion_logprobs(
     inputs = _rectangle(batch)
     width = batch.completion_ids.shape[1]
     parameters = _forward_parameters(model)
-    kwargs = {name: value for name, value in inputs.items() if name != "position_ids" or name in parameters}
+    kwargs: dict[str, Any] = {k: v for k, v in inputs.items() if k != "position_ids" or k in parameters}
     if "logits_to_keep" in parameters:
         kwargs["logits_to_keep"] = width + 1
     if "use_cache" in parameters:
@@ -88,7 +88,7 @@ def _within(batch: RolloutBatch) -> Tensor:
 
 def _forward_parameters(model: nn.Module) -> frozenset[str]:
     """Names that the innermost model's forward takes: wrappers hide them behind ``*args, **kwargs``."""
-    inner = model
+    inner: Any = model
     while True:
         if hasattr(inner, "get_base_model"):
             inner = inner.get_base_model()

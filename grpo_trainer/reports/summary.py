@@ -1,11 +1,9 @@
-"""The figures of a run: a mean with its interval, totals over the log history, peak memory."""
+"""The figures of a run: a mean with its interval, totals over the log history."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -124,20 +122,3 @@ def total_over_steps(history: Iterable[Mapping[str, Any]], key: str) -> float:
             total += float(entry[key]) * (int(entry["step"]) - last)
             last = int(entry["step"])
     return total
-
-
-def peak_rss_bytes() -> int:
-    """The most memory that this process ever held resident, in bytes.
-
-    On Linux it is the kernel's high-water mark of this program, not ``getrusage``, whose figure a process inherits
-    from the one that started it.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

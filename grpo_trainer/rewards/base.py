@@ -26,7 +26,9 @@ from grpo_trainer.types import Row
 RewardFn = Callable[..., Any]
 """``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, or a coroutine of one."""
 
-RESERVED = ("prompt", "completion", "completion_ids", "prompts", "completions", "trainer_state", "log_extra", "log_metric")
+RESERVED = frozenset(
+    ("prompt", "completion", "completion_ids", "prompts", "completions", "trainer_state", "log_extra", "log_metric")
+)
 """Columns that are not handed on, since the contract uses their names."""
 
 
@@ -102,7 +104,7 @@ class RewardSet:
                 raise ValueError(f"reward_funcs holds {f!r} ({type(f).__name__}), which is not callable")
         if weights is not None and len(weights) != len(functions):
             raise ValueError(
-                f"reward_weights has {len(weights)} entries for {len(functions)} reward functions; give one per function"
+                f"reward_weights has {len(weights)} entries for {len(functions)} reward functions; give one each"
             )
         if weights is not None and not all(math.isfinite(w) for w in weights):
             raise ValueError(f"reward_weights must be finite numbers, got {list(weights)}")
@@ -178,10 +180,8 @@ def check_rewards(name: str, values: Any, completions: Sequence[Any]) -> list[fl
         RewardError: if it is not a sequence of N values, or a value is neither a finite number nor None.
     """
     count = len(completions)
-    if isinstance(values, Tensor):
-        values = values.tolist()
-    elif hasattr(values, "tolist") and not isinstance(values, (list, tuple)):
-        values = values.tolist()  # numpy arrays and the like
+    if hasattr(values, "tolist"):
+        values = values.tolist()  # a tensor, a numpy array and the like
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
         raise RewardError(
             f"reward function {name!r} returned {_short(values)} ({type(values).__name__}) for {count} completions; "
@@ -198,16 +198,19 @@ def check_rewards(name: str, values: Any, completions: Sequence[Any]) -> list[fl
 def _check_value(name: str, row: int, value: Any, completion: Any) -> float:
     if value is None:
         return math.nan
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    elif hasattr(value, "item") and not isinstance(value, numbers.Real):
-        value = value.item()
-    if not isinstance(value, numbers.Real):
-        problem = f"{_short(value)} ({type(value).__name__}), which is not a number"
-    elif not math.isfinite(value):
-        problem = f"{float(value)}, which is not finite"
-    else:
-        return float(value)
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value
+    elif hasattr(value, "item") and getattr(value, "size", 1) == 1:
+        value = value.item()  # a number of numpy's
+    problem = f"{_short(value)} ({type(value).__name__}), which is not a number"
+    if isinstance(value, numbers.Real):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond 1e308
+            number = math.inf
+        if math.isfinite(number):
+            return number
+        problem = f"{number}, which is not finite"
     raise RewardError(
         f"reward function {name!r} returned {problem}, for row {row}: {_short(completion)}. "
         "Return None where the reward does not apply"

@@ -44,7 +44,8 @@ def test_eight_and_a_half_generations_are_refused_wherever_they_stand(recipe_fil
 
 
 @pytest.mark.parametrize(
-    ("key", "near"), [("learning_rat", "learning_rate"), ("lora_rank", "lora_r"), ("num_generation", "num_generations")]
+    ("key", "near"),
+    [("learning_rat", "learning_rate"), ("lora_alfa", "lora_alpha"), ("num_generation", "num_generations")],
 )
 def test_an_unknown_key_is_refused_with_the_nearest(recipe_file, key, near):
     with pytest.raises(RecipeError, match=rf"recipe\.yaml: unknown setting '{key}'\. Did you mean '{near}'\?"):
@@ -88,7 +89,7 @@ reward_funcs:
 
 
 def test_an_unknown_key_of_a_reward_is_refused(recipe_file):
-    with pytest.raises(RecipeError, match=r"reward_funcs: .*wieght"):
+    with pytest.raises(RecipeError, match=r"reward_funcs: .* \(at 0\.wieght: unexpected keyword argument\)"):
         load_recipe(recipe_file("reward_funcs: [{name: last_integer, wieght: 2}]"))
 
 

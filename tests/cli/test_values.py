@@ -93,7 +93,7 @@ def test_values_take_the_type_that_is_annotated(value, annotation, result):
         (7, str | None, r"r: key: 7 is not str or null; put it in quotes if a text is meant$"),
         ("maybe", bool, r"r: key: 'maybe' is not bool$"),
         ("reed", Colour | str, r"r: key: 'reed' is unknown\. Did you mean 'red'\? Legal: red, green\.$"),
-        ([1, "x"], list[int], r"r: key: \[1, 'x'\] is not a list \(1: input should be a valid integer"),
+        ([1, "x"], list[int], r"r: key: \[1, 'x'\] is not a list of int \(at 1: input should be a valid integer"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_with_key_value_and_type(value, annotation, message):
@@ -135,4 +135,4 @@ def test_types_are_named_as_a_person_would():
     assert type_name(int) == "int"
     assert type_name(None | float) == "float or null"
     assert type_name(Colour | str) == "str"
-    assert type_name(str | list[str] | dict[str, Any]) == "str or a list or a mapping"
+    assert type_name(str | list[str] | dict[str, Any]) == "str or a list of str or a mapping"

@@ -99,7 +99,9 @@ def main(out: str, settings: dict) -> None:
     trainer.training_step = training_step
     trainer.train()
     order = [trainer.get_train_dataloader().batch_sampler.order(epoch) for epoch in range(2)]
-    logs = [{k: v for k, v in entry.items() if "time" not in k and "second" not in k} for entry in trainer.state.log_history]
+    logs = [
+        {k: v for k, v in entry.items() if "time" not in k and "second" not in k} for entry in trainer.state.log_history
+    ]
     facts = {
         "world_size": config.world_size,
         "calls": generator.calls,

@@ -1,4 +1,4 @@
-"""A tiny model, trained from random weights through the public trainer, learns; with the advantage negated it does not."""
+"""A tiny random model, trained through the public trainer, learns; with the advantage negated it does not."""
 
 from __future__ import annotations
 

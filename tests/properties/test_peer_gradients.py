@@ -101,9 +101,7 @@ class Recorder(TrainerCallback):
 def trl_gradients(checkpoint, config):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recorder = Recorder()
-    trainer = trl.GRPOTrainer(
-        model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder]
-    )
+    trainer = trl.GRPOTrainer(model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder])
 
     def generate(prompt_ids, *args, **kwargs):
         return [completion(p, i % config.num_generations) for i, p in enumerate(prompt_ids)], None
@@ -123,9 +121,7 @@ class Fixed:
 def our_gradients(checkpoint, config):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recorder = Recorder()
-    trainer = GRPOTrainer(
-        model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder]
-    )
+    trainer = GRPOTrainer(model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder])
     trainer.collector.generator = Fixed()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()

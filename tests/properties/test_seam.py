@@ -20,7 +20,7 @@ CASES = {
     "dapo": {**TWICE, "loss_type": "dapo"},
     "grpo": {**TWICE, "loss_type": "grpo"},
     "dr_grpo": {**TWICE, "loss_type": "dr_grpo"},
-    # neither divides the other, so steps straddle rollouts; 16 micro-steps per epoch in steps of 3 leave a last one of 1
+    # neither divides the other, so steps straddle rollouts; 16 micro-steps per epoch, 3 a step, leave a last one of 1
     "straddling": {**TWICE, "gradient_accumulation_steps": 3},
     # a step holds two rollouts, and no rollout outlives it
     "two rollouts a step": dict(

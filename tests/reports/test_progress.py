@@ -105,4 +105,6 @@ def test_a_run_can_be_started_again_after_it_was_broken_off():
     run = Run(terminal=True, tables=0)
     with pytest.raises(RuntimeError):
         run.play(fail_at=3)
-    assert "25/25" in run.play()  # rich would refuse a second live display beside the first
+    abandoned = run.progress._bar
+    assert "25/25" in run.play()
+    assert not abandoned.live.is_started  # two bars would draw over each other

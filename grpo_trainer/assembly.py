@@ -1,0 +1,186 @@
+"""From configuration fields and constructor arguments to the objects that a trainer is made of, checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers.trainer_callback import TrainerCallback
+
+from grpo_trainer.config import GRPOConfig
+from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
+from grpo_trainer.objective import Objective, build_objective
+from grpo_trainer.reports.completions import CompletionsWriter
+from grpo_trainer.reports.printer import CompletionsPrinter
+from grpo_trainer.rewards.base import RewardSet
+from grpo_trainer.rewards.model import RewardModel
+from grpo_trainer.types import SamplingParams
+
+ROWS_CHECKED = 2000
+"""Rows whose prompt is rendered when a trainer is made, to find bad ones early; others are checked when met."""
+
+
+def check_args(args: GRPOConfig | None, model: Any) -> GRPOConfig:
+    """The configuration, made from the model's name if there is none.
+
+    Args:
+        args: what the user gave.
+        model: a name or a module.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: if it is another library's.
+    """
+    if args is None:
+        name = model if isinstance(model, str) else _name_of(model, "model")
+        return GRPOConfig(f"{name.rstrip('/').split('/')[-1].replace(':', '-')}-GRPO")
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(
+            f"args must be a grpo_trainer.GRPOConfig, got {type(args).__module__}.{type(args).__name__}; "
+            "import GRPOConfig from grpo_trainer too"
+        )
+    return args
+
+
+def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: ContextLimit) -> None:
+    """Renders the first ``ROWS_CHECKED`` prompts, and checks that each leaves room for a completion.
+
+    Args:
+        name: of the argument, for messages.
+        dataset: rows, or None.
+        renderer: row -> prompt.
+        limit: what the model has room for.
+
+    Raises:
+        ValueError: if the dataset has no length, no rows, or a row whose prompt is not legal or too long.
+    """
+    if dataset is None:
+        return
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ValueError(
+            f"{name} is a {type(dataset).__name__}, which has no length; iterable datasets are not supported yet. "
+            "Load it without streaming"
+        )
+    if len(dataset) == 0:
+        raise ValueError(f"{name} is empty")
+    for i in range(min(len(dataset), ROWS_CHECKED)):
+        where = f"row {i} of {name}"
+        limit.check(renderer(dataset[i], where), where)
+
+
+def reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: PromptRenderer) -> RewardSet:
+    """The reward functions, reward models loaded. The lists given are not changed.
+
+    Args:
+        reward_funcs: one or several of: a callable, a sequence classifier, or the name of one.
+        tokenizers: of the reward models; one, or one per function.
+        args: the configuration.
+        renderer: knows how a prompt and its completion read as one text.
+
+    Returns:
+        The functions with their names and weights.
+
+    Raises:
+        ValueError: if there is none, or the numbers of functions, tokenizers and weights differ.
+    """
+    if reward_funcs is None:
+        raise ValueError("reward_funcs is missing: give a function, a reward model, or a list of them")
+    functions = list(reward_funcs) if isinstance(reward_funcs, (list, tuple)) else [reward_funcs]
+    given = list(tokenizers) if isinstance(tokenizers, (list, tuple)) else [tokenizers] * len(functions)
+    if len(given) != len(functions):
+        raise ValueError(
+            f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions; give one each"
+        )
+    return RewardSet(
+        [_reward(f, t, args, renderer) for f, t in zip(functions, given, strict=True)], args.reward_weights
+    )
+
+
+def _reward(function: Any, tokenizer: Any, args: GRPOConfig, renderer: PromptRenderer) -> Any:
+    if not isinstance(function, (str, nn.Module)):
+        return function
+    model, tokenizer = load_reward_model(function, tokenizer, trust_remote_code=args.trust_remote_code)
+    name = _name_of(model, type(model).__name__).rstrip("/").split("/")[-1]
+    return RewardModel(model.to(args.device), tokenizer, renderer.reward_text, name=name)
+
+
+def _name_of(model: Any, otherwise: str) -> str:
+    return getattr(getattr(model, "config", None), "_name_or_path", "") or otherwise
+
+
+def sampling_params(args: GRPOConfig, model: nn.Module, tokenizer: Any) -> SamplingParams:
+    """How completions are drawn in training.
+
+    Args:
+        args: the configuration.
+        model: names end-of-sequence ids.
+        tokenizer: names another, and the padding id.
+
+    Returns:
+        The parameters.
+    """
+    return SamplingParams(
+        max_new_tokens=args.max_completion_length,  # type: ignore[arg-type]
+        eos_token_ids=end_of_sequence_ids(model, tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        extra={"cache_implementation": args.cache_implementation, **(args.generation_kwargs or {})},  # type: ignore[dict-item]
+    )
+
+
+def objective_of(args: GRPOConfig) -> Objective:
+    """The objective that the configuration names.
+
+    Args:
+        args: the configuration.
+
+    Returns:
+        The objective.
+    """
+    return build_objective(
+        loss_type=args.loss_type,
+        scale_rewards=args.scale_rewards,
+        max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
+        advantage_ddof=args.advantage_ddof,
+        beta=args.beta,
+        kl_importance_weighted=args.use_bias_correction_kl,
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        delta=args.delta,
+    )
+
+
+def report_callbacks(args: GRPOConfig) -> list[TrainerCallback]:
+    """The callbacks that ``log_completions`` stands for.
+
+    Args:
+        args: the configuration.
+
+    Returns:
+        Callbacks, possibly none.
+    """
+    if not args.log_completions:
+        return []
+    return [CompletionsWriter(Path(args.output_dir) / "completions"), CompletionsPrinter(args.num_completions_to_print)]
+
+
+def refuse_not_yet(**arguments: Any) -> None:
+    """Refuses constructor arguments of TRL that nothing here honours yet.
+
+    Args:
+        **arguments: name -> what was given.
+
+    Raises:
+        ValueError: if one is not None.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise ValueError(f"{name} is not supported yet; leave it out. docs/migrating.md lists what is.")

@@ -1,0 +1,117 @@
+"""Completions of a dataset by the current policy, and what they earn: what an evaluation needs, and no more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grpo_trainer.metrics import GatherObject, MetricStore
+from grpo_trainer.rollout import Drawn, RolloutCollector, count_rollout
+from grpo_trainer.types import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleResult:
+    """Completions of a dataset by the current policy.
+
+    Attributes:
+        rows: P dataset rows.
+        completions: P lists of G texts.
+        rewards: (P, G) float64, the weighted total; NaN where no reward applies.
+        finished: P lists of G flags, False where a completion was cut at the limit.
+        lengths: P lists of G numbers of tokens.
+        figures: the metrics of these completions, by the names they have in training.
+    """
+
+    rows: list[Row]
+    completions: list[list[str]]
+    rewards: Tensor
+    finished: list[list[bool]]
+    lengths: list[list[int]]
+    figures: dict[str, float]
+
+
+def sample(
+    collector: RolloutCollector,
+    rows: Sequence[Row],
+    num_generations: int,
+    *,
+    rows_at_once: int,
+    temperature: float | None = None,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+    gather_object: GatherObject | None = None,
+) -> SampleResult:
+    """Draws and scores completions without credit, gradients, or old and reference log-probs.
+
+    Args:
+        collector: whose generator and rewards are used; its metrics are left alone.
+        rows: P dataset rows; every process is given all of them and completes its share.
+        num_generations: G, completions of each row.
+        rows_at_once: most rows in one call of the generator.
+        temperature: of the sampling; None takes the collector's.
+        seed: equal seeds give equal completions of equal weights.
+        rank: of this process.
+        world_size: number of processes.
+        gather_object: collects one object per process; None for a single process.
+
+    Returns:
+        The completions and rewards, the same on every process.
+    """
+    collector = dataclasses.replace(collector, metrics=MetricStore())
+    sampling = collector.sampling
+    if temperature is not None:
+        sampling = dataclasses.replace(sampling, temperature=temperature)
+    chunks = [rows[i : i + rows_at_once] for i in range(0, len(rows), rows_at_once)]
+    parts: list[Any] = []
+    for k in range(rank, len(chunks), world_size):
+        counts = [num_generations] * len(chunks[k])
+        drawn = collector.draw(chunks[k], counts, seed=combine_seed(seed, k), sampling=sampling)
+        parts.append((k, drawn.rewards, _facts(drawn), drawn.texts))
+    parts = sorted(gather_object(parts) if gather_object else parts, key=lambda part: part[0])
+    rewards, facts = (torch.cat([part[i] for part in parts]) for i in (1, 2))  # (P * G, R), (P * G, 3)
+    texts = [text for part in parts for text in part[3]]
+    totals = collector.rewards.combine(rewards).view(len(rows), num_generations)
+    store = MetricStore()
+    count_rollout(store, collector.rewards.names, rewards, totals, facts)
+
+    def grouped(values: list[Any]) -> list[list[Any]]:
+        return [values[i : i + num_generations] for i in range(0, len(values), num_generations)]
+
+    return SampleResult(
+        rows=list(rows),
+        completions=grouped(texts),
+        rewards=totals,
+        finished=grouped((facts[:, 2] > 0).tolist()),
+        lengths=grouped(facts[:, 1].int().tolist()),
+        figures=store.reduce(),
+    )
+
+
+def combine_seed(*parts: int) -> int:
+    """One 63-bit seed out of several numbers; equal numbers give equal seeds on every machine.
+
+    Args:
+        *parts: not negative.
+
+    Returns:
+        The seed.
+    """
+    return int(np.random.SeedSequence([int(p) for p in parts]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _facts(drawn: Drawn) -> Tensor:
+    """(n, 3): prompt length, completion length, finished."""
+    columns = [
+        [len(p.ids) for p in drawn.prompts],
+        [len(ids) for ids in drawn.completions.ids],
+        list(map(float, drawn.completions.finished)),
+    ]
+    return torch.tensor(columns, dtype=torch.float64).T

@@ -1,0 +1,103 @@
+"""Fields of TRL 1.16's ``GRPOConfig`` that nothing here honours yet.
+
+They exist so that a script made for TRL gets a clear word: left at TRL's default they do nothing, any other value is
+refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from transformers import TrainingArguments
+
+
+def _not_yet(default: Any, what: str) -> Any:
+    return field(default=default, metadata={"help": f"Not supported yet: {what}.", "not_yet": what})
+
+
+@dataclass
+class NotYet(TrainingArguments):
+    """The fields, each with TRL's default and what it would be about."""
+
+    router_aux_loss_coef: float | None = _not_yet(None, "the load-balancing loss of mixture-of-experts models")
+    cast_lm_head_to_fp32: bool = _not_yet(
+        False, "an fp32 head over a model in lower precision; load the model in float32 instead (the default)"
+    )
+    ds3_gather_for_generation: bool = _not_yet(True, "generation without gathering ZeRO-3's weights")
+    pad_to_multiple_of: int | str | None = _not_yet(
+        "auto", "padding to a multiple; rows are padded to the longest of their micro-batch"
+    )
+    use_vllm: bool = _not_yet(False, "vLLM; leave it out, and completions are drawn by the policy itself")
+    vllm_mode: str = _not_yet("colocate", "vLLM")
+    vllm_model_impl: str = _not_yet("vllm", "vLLM")
+    vllm_enable_sleep_mode: bool = _not_yet(False, "vLLM")
+    vllm_structured_outputs_regex: str | None = _not_yet(None, "vLLM")
+    vllm_server_base_url: str | None = _not_yet(None, "vLLM")
+    vllm_server_host: str = _not_yet("0.0.0.0", "vLLM")
+    vllm_server_port: int = _not_yet(8000, "vLLM")
+    vllm_server_timeout: float = _not_yet(240.0, "vLLM")
+    vllm_group_port: int = _not_yet(51216, "vLLM")
+    vllm_gpu_memory_utilization: float = _not_yet(0.3, "vLLM")
+    vllm_max_model_length: int | None = _not_yet(None, "vLLM")
+    vllm_tensor_parallel_size: int = _not_yet(1, "vLLM")
+    vllm_importance_sampling_correction: bool = _not_yet(
+        True, "the correction for a sampler other than the policy; here they are the same"
+    )
+    vllm_importance_sampling_mode: str = _not_yet("sequence_mask", "the correction for a sampler other than the policy")
+    vllm_importance_sampling_clip_max: float | None = _not_yet(
+        3.0, "the correction for a sampler other than the policy"
+    )
+    vllm_importance_sampling_clip_min: float | None = _not_yet(
+        None, "the correction for a sampler other than the policy"
+    )
+    vllm_importance_sampling_cap: float | None = _not_yet(None, "the correction for a sampler other than the policy")
+    use_transformers_continuous_batching: bool = _not_yet(
+        False, "continuous batching; leave it out, and generate is used"
+    )
+    transformers_continuous_batching_config: dict[str, Any] | str | None = _not_yet(None, "continuous batching")  # noqa: RUF009
+    use_transformers_paged: bool = _not_yet(False, "continuous batching")
+    importance_sampling_level: str = _not_yet("token", "ratios of whole sequences (GSPO)")
+    multi_objective_aggregation: str = _not_yet(
+        "sum_then_normalize",
+        "normalising each reward before the sum (GDPO); rewards are weighted, summed, then normalised",
+    )
+    sapo_temperature_neg: float = _not_yet(1.05, "SAPO")
+    sapo_temperature_pos: float = _not_yet(1.0, "SAPO")
+    vespo_k_pos: float = _not_yet(2.0, "VESPO")
+    vespo_lambda_pos: float = _not_yet(3.0, "VESPO")
+    vespo_k_neg: float = _not_yet(3.0, "VESPO")
+    vespo_lambda_neg: float = _not_yet(2.0, "VESPO")
+    off_policy_mask_threshold: float | None = _not_yet(None, "the off-policy sequence mask of DeepSeek-V3.2")
+    top_entropy_quantile: float = _not_yet(1.0, "training on high-entropy tokens only")
+    entropy_coef: float = _not_yet(0.0, "the entropy bonus")
+    use_adaptive_entropy: bool = _not_yet(False, "the entropy bonus")
+    entropy_coef_min: float = _not_yet(0.0, "the entropy bonus")
+    entropy_coef_max: float = _not_yet(1.0, "the entropy bonus")
+    entropy_coef_delta: float = _not_yet(0.005, "the entropy bonus")
+    entropy_target: float = _not_yet(0.2, "the entropy bonus")
+    sync_ref_model: bool = _not_yet(
+        False, "a reference that follows the policy; it stays what the policy was at the start"
+    )
+    ref_model_mixup_alpha: float = _not_yet(0.6, "a reference that follows the policy")
+    ref_model_sync_steps: int = _not_yet(512, "a reference that follows the policy")
+    max_tool_calling_iterations: int | None = _not_yet(None, "tools")
+    log_multimodal: bool = _not_yet(True, "images")
+    log_unique_prompts: bool = _not_yet(False, "one row per prompt in the completions table")
+    log_completions_hub_repo: str | None = _not_yet(
+        None, "a completions table on the hub; log_completions writes it to output_dir/completions"
+    )
+
+    def refuse_not_yet(self) -> None:
+        """Refuses what is not supported yet.
+
+        Raises:
+            ValueError: if a field has another value than TRL's default.
+        """
+        for f in fields(self):
+            what, value = f.metadata.get("not_yet"), getattr(self, f.name)
+            if what is not None and value != f.default:
+                raise ValueError(
+                    f"{f.name}={value!r} is not supported yet ({what}); leave it at {f.default!r}. "
+                    "docs/migrating.md lists what is."
+                )

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from grpo_trainer.functional.losses import clipped
+from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS, build_objective, masked_sum
+from grpo_trainer.types import RolloutBatch
+
+INVARIANT = ["grpo", "dapo", "dr_grpo"]
+NAN = math.nan
+
+
+def build(loss_type="grpo", **knobs):
+    return build_objective(**{"loss_type": loss_type, "scale_rewards": "group", "max_completion_length": 8, **knobs})
+
+
+def rows_of(*lengths: int, advantages=None, pads: int = 0, old=None, ref=None) -> RolloutBatch:
+    """Rows of given lengths; old and reference log-probs as (B, T) tensors."""
+    width = max(lengths) + pads
+
+    def wide(values):
+        return None if values is None else torch.nn.functional.pad(values, (0, width - values.shape[1]))
+
+    return RolloutBatch(
+        prompt_ids=(torch.tensor([1]),),
+        prompt_of_row=(0,) * len(lengths),
+        lengths=lengths,
+        completion_ids=torch.zeros(len(lengths), width, dtype=torch.long),
+        mask=torch.arange(width) < torch.tensor(lengths)[:, None],
+        advantages=torch.tensor(advantages or [0.0] * len(lengths)),
+        old_logprobs=wide(old),
+        ref_logprobs=wide(ref),
+    )
+
+
+def loss_of(objective, logprobs, *batches) -> tuple[float, torch.Tensor]:
+    """The loss of an optimizer step and its gradient; each batch takes its rows of ``logprobs`` in turn."""
+    logprobs = logprobs.clone().requires_grad_()
+    items = sum(objective.items(b).item() for b in batches)
+    total, start = torch.zeros(()), 0
+    for b in batches:
+        total = total + objective(logprobs[start : start + len(b), : b.mask.shape[1]], b).loss / items
+        start += len(b)
+    return total.item(), torch.autograd.grad(total, logprobs)[0]
+
+
+# --- each loss type on paper ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "value"),
+    # ratio 1: the loss of a token is -A. A = 1 on 2 tokens, A = -2 on 4 tokens; L = 8.
+    [("grpo", (-1 + 2) / 2), ("dapo", (-2 + 8) / 6), ("bnpo", (-2 + 8) / 6), ("dr_grpo", (-2 + 8) / (2 * 8))],
+)
+@pytest.mark.parametrize("pads", [0, 5])
+def test_each_loss_type_is_its_published_formula_whatever_the_padding(loss_type, value, pads):
+    batch = rows_of(2, 4, advantages=[1.0, -2.0], pads=pads)
+    assert loss_of(build(loss_type), torch.zeros(2, 4 + pads), batch)[0] == pytest.approx(value, rel=1e-6)
+
+
+def test_every_loss_type_is_in_the_test_above():
+    assert set(LOSS_TYPES) == {"grpo", "dapo", "bnpo", "dr_grpo"}
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("weighted", [True, False])
+def test_loss_and_gradient_are_those_of_a_plain_loop(loss_type, weighted):
+    lengths, beta = (2, 3, 0), 0.1
+    logprobs, old, ref = (-torch.rand(3, 3, dtype=torch.float64) * 2 for _ in range(3))
+    advantages = [0.7, -1.3, 0.5]
+    rows = []  # (weight, value, slope) of each token, in Python numbers
+    for b, length in enumerate(lengths):
+        weight = {"grpo": 1 / max(length, 1) / 3, "dapo": 1 / 5, "bnpo": 1 / 5, "dr_grpo": 1 / 8 / 3}[loss_type]
+        for t in range(length):
+            a, ratio = advantages[b], math.exp(logprobs[b, t] - old[b, t])
+            d = (ref[b, t] - logprobs[b, t]).item()
+            k3, k3_slope = math.exp(d) - d - 1, 1 - math.exp(d)
+            kl, kl_slope = (ratio * k3, ratio * k3 + ratio * k3_slope) if weighted else (k3, k3_slope)
+            free = min(ratio * a, max(0.8, min(1.2, ratio)) * a) == ratio * a
+            surrogate, slope = (ratio * a, ratio * a) if free else (max(0.8, min(1.2, ratio)) * a, 0.0)
+            rows.append((b, t, weight * (beta * kl - surrogate), weight * (beta * kl_slope - slope)))
+    expected = torch.zeros(3, 3, dtype=torch.float64)
+    for b, t, _, slope in rows:
+        expected[b, t] = slope
+    batch = replace(rows_of(*lengths, old=old, ref=ref), advantages=torch.tensor(advantages, dtype=torch.float64))
+    objective = build(loss_type, beta=beta, kl_importance_weighted=weighted)
+    loss, gradient = loss_of(objective, logprobs, batch)
+    assert loss == pytest.approx(sum(value for _, _, value, _ in rows), rel=1e-6)
+    assert torch.allclose(gradient, expected, rtol=1e-6, atol=1e-9)
+
+
+# --- how a step is cut ------------------------------------------------------------------------------------------------
+
+
+def some_step() -> tuple[torch.Tensor, RolloutBatch]:
+    logprobs, old, ref = (-torch.rand(8, 5) for _ in range(3))
+    batch = rows_of(1, 5, 2, 3, 4, 0, 5, 1, advantages=[3.0, -1.0, 0.5, 2.0, -2.5, 1.0, 0.1, -0.7], old=old, ref=ref)
+    return logprobs, batch
+
+
+@pytest.mark.parametrize("loss_type", INVARIANT)
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_the_gradient_does_not_depend_on_how_the_step_is_cut(loss_type, parts):
+    logprobs, batch = some_step()
+    objective = build(loss_type, beta=0.1)
+    loss, gradient = loss_of(objective, logprobs, batch)
+    cut = [batch.select(range(i, i + 8 // parts)) for i in range(0, 8, 8 // parts)]
+    again, same = loss_of(objective, logprobs, *cut)
+    assert again == pytest.approx(loss, rel=1e-5)
+    assert torch.allclose(same, gradient, rtol=1e-5, atol=1e-8)
+
+
+def test_bnpo_alone_depends_on_how_the_step_is_cut():
+    # A = -1 on one token, A = -3 on three: 10 / 4 whole, (1 + 3) / 2 in two micro-batches
+    batch = rows_of(1, 3, advantages=[-1.0, -3.0])
+    logprobs = torch.zeros(2, 3)
+    assert loss_of(build("bnpo"), logprobs, batch)[0] == pytest.approx(2.5)
+    assert loss_of(build("bnpo"), logprobs, batch.select([0]), batch.select([1]))[0] == pytest.approx(2.0)
+
+
+# --- the KL term ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", [0.04, 0.5])
+def test_without_advantages_the_loss_is_beta_times_the_kl_that_is_logged(beta):
+    logprobs, ref = torch.zeros(1, 3), torch.tensor([[0.5, -0.5, 0.0]])
+    out = build("dapo", beta=beta)(logprobs, rows_of(3, ref=ref))
+    total, count = (v.item() for v in out.stats["kl"])
+    # .148721 + .106531 + 0 over three tokens
+    assert total / count == pytest.approx(0.255252 / 3, rel=1e-5)
+    assert out.loss.item() / 3 == pytest.approx(beta * 0.255252 / 3, rel=1e-5)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_padding_does_not_change_the_price_of_kl(loss_type):
+    logprobs, batch = some_step()
+    loss, gradient = loss_of(build(loss_type, beta=0.1), logprobs, batch)
+    pad = torch.nn.functional.pad
+    wide = rows_of(
+        *batch.lengths, pads=5, advantages=batch.advantages.tolist(), old=batch.old_logprobs, ref=batch.ref_logprobs
+    )
+    again, same = loss_of(build(loss_type, beta=0.1), pad(logprobs, (0, 5), value=-7.0), wide)
+    assert again == pytest.approx(loss, rel=1e-6)
+    assert torch.equal(same, pad(gradient, (0, 5)))
+
+
+def test_one_step_of_descent_brings_the_policy_nearer_to_the_reference():
+    logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+
+    def kl() -> torch.Tensor:
+        logp = logits.log_softmax(0)
+        return (logp.exp() * (logp - ref)).sum()
+
+    before = kl().item()
+    # every token once; each counts with its probability, which is the expectation under the policy
+    p = logits.detach().softmax(0)
+    step = torch.zeros(())
+    for v in range(3):
+        step = (
+            step
+            + p[v]
+            * build("dapo", beta=1.0)(logits.log_softmax(0)[v].reshape(1, 1), rows_of(1, ref=ref[v : v + 1, None])).loss
+        )
+    gradient = torch.autograd.grad(step, logits)[0]
+    with torch.no_grad():
+        logits -= 0.1 * gradient
+    assert kl().item() < before
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["on policy", "after an update"])
+def test_the_importance_weighted_kl_has_the_gradient_of_the_true_kl(moved):
+    logits = torch.tensor([1.0, 0.0, -1.0], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64).log() if moved else logits.detach().log_softmax(0)
+    ref = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logp = logits.log_softmax(0)
+    true = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)[0]
+    objective = build("dapo", beta=1.0)
+    mean = torch.zeros(())
+    for v in range(3):  # the expectation over what the old policy samples
+        batch = rows_of(1, ref=ref[v : v + 1, None], old=old[v : v + 1, None] if moved else None)
+        mean = mean + old[v].exp() * objective(logp[v].reshape(1, 1), batch).loss
+    assert torch.allclose(torch.autograd.grad(mean, logits)[0], true, rtol=1e-6, atol=1e-8)
+
+
+def test_beta_zero_needs_no_reference_and_logs_no_kl():
+    assert "kl" not in build(beta=0.0)(torch.zeros(1, 2), rows_of(2)).stats
+    with pytest.raises(ValueError, match=r"beta=0\.1 needs reference log-probs"):
+        build(beta=0.1)(torch.zeros(1, 2), rows_of(2))
+
+
+# --- the mask ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("junk", [NAN, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("where", ["logprobs", "old_logprobs", "ref_logprobs"])
+def test_nothing_outside_the_mask_reaches_the_loss_the_figures_or_the_gradient(where, junk):
+    logprobs, batch = some_step()
+    batch = replace(batch, mask=batch.mask & (torch.arange(8) != 1)[:, None])  # row 1 has tokens, and none is credited
+    objective = build("grpo", beta=0.1)
+    loss, gradient = loss_of(objective, logprobs, batch)
+    figures = {name: (s.item(), n.item()) for name, (s, n) in objective(logprobs, batch).stats.items()}
+    if where == "logprobs":
+        logprobs = logprobs.masked_fill(~batch.mask, junk)
+    else:
+        batch = replace(batch, **{where: getattr(batch, where).masked_fill(~batch.mask, junk)})
+    spoilt, same = loss_of(objective, logprobs, batch)
+    assert spoilt == loss
+    assert {name: (s.item(), n.item()) for name, (s, n) in objective(logprobs, batch).stats.items()} == figures
+    assert torch.equal(same, gradient)
+
+
+def test_figures_are_sums_and_counts_over_credited_tokens():
+    # ratios 1.5 | 1.5 | .5 | .5 with A = +1, -1, +1, -1, and a pad that would be clipped in each row
+    old = torch.zeros(4, 1)
+    batch = rows_of(1, 1, 1, 1, advantages=[1.0, -1.0, 1.0, -1.0], pads=1, old=old)
+    logprobs = torch.tensor([[1.5, 9.0], [1.5, 0.1], [0.5, 9.0], [0.5, 0.1]]).log()
+    stats = {name: (s.item(), n.item()) for name, (s, n) in build()(logprobs, batch).stats.items()}
+    assert stats == {"clip_ratio/high": (1.0, 4.0), "clip_ratio/low": (1.0, 4.0), "clip_ratio/region": (2.0, 4.0)}
+
+
+def test_masked_sum_leaves_padding_out():
+    # entropies 1, 2 | 3, 4 and junk in the pads: 10 over 4
+    values = torch.tensor([[1.0, 2.0, NAN], [3.0, 4.0, -5.0]])
+    mask = torch.tensor([[True, True, False]] * 2)
+    assert [v.item() for v in masked_sum(values, mask)] == [10.0, 4.0]
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_a_batch_without_tokens_has_a_loss_of_zero_that_is_connected(loss_type):
+    weight = torch.ones(1, requires_grad=True)
+    batch = rows_of(0, 0, advantages=[1.0, -1.0], ref=torch.zeros(2, 0))
+    out = build(loss_type, beta=0.1)(weight.expand(2, 1)[:, :0], batch)
+    assert out.loss.item() == 0.0
+    assert torch.autograd.grad(out.loss, weight)[0].item() == 0.0
+
+
+@pytest.mark.parametrize("loss_type", INVARIANT)
+def test_equal_lengths_on_policy_have_no_loss_but_a_gradient(loss_type):
+    objective = build(loss_type)
+    centred = objective.advantage(torch.tensor([[1.0, 0.0, 3.0]]))[0].tolist()
+    loss, gradient = loss_of(objective, -torch.rand(3, 2), rows_of(2, 2, 2, advantages=centred))
+    assert abs(loss) < 1e-6
+    assert gradient.norm() > 0.01
+    silent = objective.advantage(torch.tensor([[0.1, 0.1, 0.1]]))[0].tolist()
+    assert loss_of(objective, -torch.rand(3, 2), rows_of(2, 2, 2, advantages=silent))[1].norm() == 0
+
+
+# --- from names to functions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale_rewards", "ddof", "value"),
+    # group 0, 10: centred 5; deviation 7.07107 (ddof 1) or 5 (ddof 0). Batch 0, 0, 0, 10: squares about 2.5 are 75, so
+    # sqrt(75 / 3) = 5 and sqrt(75 / 4) = 4.33013
+    [
+        ("group", 1, 5 / 7.07117),
+        ("group", 0, 5 / 5.0001),
+        ("batch", 1, 5 / 5.0001),
+        ("batch", 0, 5 / 4.33023),
+        ("none", 1, 5.0),
+        ("none", 0, 5.0),
+    ],
+)
+def test_scale_rewards_and_the_kind_of_deviation_choose_the_advantage(scale_rewards, ddof, value):
+    objective = build(scale_rewards=scale_rewards, advantage_ddof=ddof)
+    got = objective.advantage(torch.tensor([[0.0, 0.0], [0.0, 10.0]], dtype=torch.float64))
+    assert got[0].tolist() == [0.0, 0.0]
+    assert got[1].tolist() == pytest.approx([-value, value], rel=1e-5)
+    assert set(SCALE_REWARDS) == {"group", "batch", "none"}
+
+
+def test_rewards_times_ten_are_gradients_times_ten_only_without_scaling():
+    rewards, logprobs = torch.tensor([[0.0, 1.0, 5.0]]), -torch.rand(3, 2)
+    for scale, factor in (("none", 10.0), ("group", 1.0), ("batch", 1.0)):
+        objective = build(scale_rewards=scale)
+        one, ten = (
+            loss_of(objective, logprobs, rows_of(1, 2, 2, advantages=objective.advantage(r)[0].tolist()))[1].norm()
+            for r in (rewards, rewards * 10)
+        )
+        assert (ten / one).item() == pytest.approx(factor, rel=1e-3)
+
+
+def test_knobs_reach_the_policy_loss_and_none_leaves_its_default():
+    logprobs, old = torch.tensor([[0.5]]), torch.zeros(1, 1)
+    batch = rows_of(1, advantages=[1.0], old=old)
+    for knobs in ({"epsilon": 0.1}, {"epsilon": 0.1, "epsilon_high": 0.3}, {"delta": None}):
+        kept = {name: value for name, value in knobs.items() if value is not None}
+        expected = clipped(logprobs, old, batch.advantages, batch.mask, **kept).loss.item()
+        assert build(**knobs)(logprobs, batch).loss.item() == expected
+
+
+def test_a_kl_estimator_of_ones_own_is_given_by_its_path():
+    assert build(kl_estimator="torch:sub").kl is torch.sub
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"loss_type": "gpro"}, r"unknown loss_type 'gpro'\. Did you mean 'grpo'\? Known: grpo, dapo, bnpo, dr_grpo"),
+        ({"scale_rewards": "groups"}, r"unknown scale_rewards 'groups'\. Did you mean 'group'\?"),
+        ({"kl_estimator": "k9"}, r"unknown kl_estimator 'k9'"),
+        ({"epsilom": 0.1}, r"takes no argument 'epsilom'.*epsilon"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_legal_ones(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        build(**knobs)
+
+
+def test_log_probs_of_another_shape_than_the_batch_are_refused():
+    with pytest.raises(ValueError, match=r"logprobs \(2, 3\), mask \(2, 4\)"):
+        build()(torch.zeros(2, 3), rows_of(2, 4))
