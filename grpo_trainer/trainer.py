@@ -115,7 +115,7 @@ class GRPOTrainer(Trainer):
         handed_in_as_peft = is_peft(model)
         policy = load_policy(
             model,
-            model_init_kwargs=args.model_init_kwargs,
+            model_init_kwargs=args.model_init_kwargs,  # type: ignore[arg-type]
             trust_remote_code=args.trust_remote_code,
             quantization_config=quantization_config,
             peft_config=peft_config,

@@ -78,6 +78,8 @@ def before_after_table(before: Measure, after: Measure) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from grpo_trainer.reports.completions import one_line
+
     table = Table(title="Held-out sums, one sample of each", title_justify="left", pad_edge=False)
     table.add_column("question", ratio=3)
     for name, measured in (("before", before), ("after", after)):
@@ -86,6 +88,6 @@ def before_after_table(before: Measure, after: Measure) -> Table:
     for (question, *first), (_, *second) in zip(before.examples, after.examples, strict=True):
         cells = [Text(question)]
         for text, reward in (first, second):
-            cells += [Text(" ".join(text.split())), Text(f"{reward:.0f}", style="green" if reward else "red")]
+            cells += [Text(one_line(text)), Text(f"{reward:.0f}", style="green" if reward else "red")]
         table.add_row(*cells)
     return table

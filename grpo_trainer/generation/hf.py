@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from grpo_trainer.policy.modes import eval_mode
 from grpo_trainer.types import Completions, SamplingParams
 
 
@@ -102,24 +103,21 @@ def _cut(rows: list[list[int]], eos_token_ids: tuple[int, ...]) -> Completions:
 @contextlib.contextmanager
 def _inference_state(model: nn.Module) -> Iterator[None]:
     """Eval mode, cache on, gradient checkpointing off, a blank generation config; all as before afterwards."""
-    training = [(module, module.training) for module in model.modules()]
     checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     # an adapter's wrapper reads through to the model's own attributes, so setting them on that model is enough
     owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     configs = [(m, m.generation_config) for m in owners if getattr(m, "generation_config", None) is not None]
     caches = [(c, c.use_cache) for c in {id(m.config): m.config for m in owners}.values() if hasattr(c, "use_cache")]
     try:
-        model.eval()
         for module in checkpointing:
             module.gradient_checkpointing = False
         for owner, _ in configs:
             owner.generation_config = GenerationConfig()
         for config, _ in caches:
             config.use_cache = True
-        yield
+        with eval_mode(model):
+            yield
     finally:
-        for module, mode in training:
-            module.training = mode
         for module in checkpointing:
             module.gradient_checkpointing = True
         for owner, original in configs:

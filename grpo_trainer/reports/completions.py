@@ -110,7 +110,7 @@ def render_table(
         view.add_column(name, justify="right", overflow="fold")
     for i in _spread(len(table["prompt"]), rows):
         # Text, not str: a completion may hold [brackets] that rich would take for its markup
-        cells = [Text(short_prompt(table["prompt"][i], prompt_width)), Text(_one_line(table["completion"][i]))]
+        cells = [Text(short_prompt(table["prompt"][i], prompt_width)), Text(one_line(table["completion"][i]))]
         figures = [Text(_figure(table[name][i])) for name in [*rewards, "advantage"]]
         view.add_row(*cells, *figures)
     return view
@@ -150,12 +150,24 @@ def short_prompt(prompt: str, width: int = 60) -> str:
         '…s 7 + 12?'
     """
     turns = (_ROLE.sub("", turn.strip()).strip() for turn in _CHAT_MARK.split(prompt))
-    text = _one_line(([turn for turn in turns if turn] or [""])[-1])
+    text = one_line(([turn for turn in turns if turn] or [""])[-1])
     return text if len(text) <= width else "…" + text[1 - width :]
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+def one_line(text: str) -> str:
+    r"""A text on one line, fit for a terminal: a model can write control sequences, which would act on it.
+
+    Args:
+        text: any text.
+
+    Returns:
+        The text with single spaces, and ``\ufffd`` for what cannot be printed.
+
+    Example:
+        >>> one_line("a\n  b\x1b[2J")
+        'a b�[2J'
+    """
+    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
 
 
 def _figure(value: Any) -> str:

@@ -114,6 +114,11 @@ def test_completions_that_look_like_markup_are_shown_as_they_are():
     assert "[bold]19[/bold] [/nope] next line" in text
 
 
+def test_control_sequences_of_a_completion_do_not_reach_the_terminal():
+    text = shown(rollout(1, rows=1, completion=["\x1b[2Jgone\x07"]))
+    assert "\x1b" not in text and "\x07" not in text and "gone" in text
+
+
 def test_an_empty_rollout_can_be_shown():
     assert "completion" in shown(rollout(1, rows=0), rows=3)
 
