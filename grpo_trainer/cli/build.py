@@ -49,6 +49,7 @@ def build_trainer(
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             callbacks=list(callbacks),
+            quantization_config=build_quantization(arguments),
             peft_config=build_adapter(arguments),
         )
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -80,16 +81,56 @@ def build_rewards(recipe: Recipe) -> list[Callable[..., Any]]:
 
 
 def build_adapter(arguments: RecipeArguments) -> Any:
-    """The adapter's configuration, or None."""
+    """The adapter's configuration, or None.
+
+    Args:
+        arguments: the recipe's.
+
+    Returns:
+        A ``peft.LoraConfig`` if ``use_peft`` is set.
+    """
     if not arguments.use_peft:
         return None
     from grpo_trainer.loading import lora_config
 
+    targets = arguments.lora_target_modules
+    if isinstance(targets, str) and targets.isidentifier():
+        targets = [targets]  # peft takes a text for a pattern of the whole path, which a plain name never matches
     return lora_config(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
-        target_modules=arguments.lora_target_modules,
+        target_modules=targets,
+    )
+
+
+def build_quantization(arguments: RecipeArguments) -> Any:
+    """How to load the model in 4 or 8 bits, or None.
+
+    Args:
+        arguments: the recipe's.
+
+    Returns:
+        A ``transformers.BitsAndBytesConfig``; 4-bit blocks are computed in ``dtype``.
+
+    Raises:
+        RecipeError: if both are asked for, or there is no adapter to train.
+    """
+    if not (arguments.load_in_4bit or arguments.load_in_8bit):
+        return None
+    if arguments.load_in_4bit and arguments.load_in_8bit:
+        raise RecipeError("load_in_4bit and load_in_8bit exclude each other; set one of them to false")
+    if not arguments.use_peft:
+        bits = "load_in_4bit" if arguments.load_in_4bit else "load_in_8bit"
+        raise RecipeError(f"{bits} needs an adapter to train on top: set use_peft to true")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=arguments.load_in_4bit,
+        load_in_8bit=arguments.load_in_8bit,
+        bnb_4bit_quant_type=arguments.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=arguments.use_bnb_nested_quant,
+        bnb_4bit_compute_dtype=None if arguments.dtype == "auto" else arguments.dtype,
     )
 
 

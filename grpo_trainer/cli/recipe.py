@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from grpo_trainer.cli.errors import RecipeError
 from grpo_trainer.cli.values import parse_yaml, typed, typed_from_words
@@ -56,6 +56,10 @@ class RecipeArguments:
         lora_alpha: scale of the adapter, over its rank.
         lora_dropout: dropout of the adapter.
         lora_target_modules: names of the modules that get one; None takes peft's choice for the architecture.
+        load_in_4bit: load the model in 4 bits; needs an adapter.
+        load_in_8bit: load the model in 8 bits; needs an adapter.
+        bnb_4bit_quant_type: ``nf4`` or ``fp4``.
+        use_bnb_nested_quant: quantise the constants of the 4-bit blocks too.
         dataset_name: ``builtin:sums``, a file (.jsonl, .json, .csv, .parquet), a folder, or a name on the hub.
         dataset_config: name of a configuration of the dataset.
         dataset_train_split: split to train on.
@@ -74,6 +78,10 @@ class RecipeArguments:
     lora_alpha: int = 32
     lora_dropout: float = 0.05
     lora_target_modules: str | list[str] | None = None
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
+    use_bnb_nested_quant: bool = False
     dataset_name: str | None = None
     dataset_config: str | None = None
     dataset_train_split: str = "train"

@@ -70,6 +70,7 @@ class RichProgress(TrainerCallback):
             TextColumn("left"),
             TimeRemainingColumn(),
             console=self.console,
+            speed_estimate_period=600,  # steps may take minutes; half a minute, the default, would hold none
         )
         self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step, reward="–")
         self._bar.start()
@@ -85,7 +86,10 @@ class RichProgress(TrainerCallback):
         self.console.print(render_table(table, rows=self.table_rows, title=title))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Takes the reward from the log."""
+        """Takes the reward from the log; an evaluation gets a line of its own."""
+        for name, value in (logs or {}).items():
+            if name.startswith("eval_") and name.endswith("_reward") and state.is_world_process_zero:
+                self.console.print(f"step {state.global_step}: {name} {value:.3f}", highlight=False, soft_wrap=True)
         if logs is None or "reward" not in logs:
             return
         self._reward = float(logs["reward"])

@@ -13,10 +13,8 @@ class FakeTrainer:
 
     made: list[FakeTrainer]
 
-    def __init__(
-        self, model, reward_funcs, args, train_dataset, eval_dataset=None, callbacks=None, peft_config=None, **kwargs
-    ):
-        self.model_name, self.reward_funcs, self.args, self.peft_config = model, reward_funcs, args, peft_config
+    def __init__(self, model, reward_funcs, args, train_dataset, eval_dataset=None, callbacks=None, **kwargs):
+        self.model_name, self.reward_funcs, self.args = model, reward_funcs, args
         self.train_dataset, self.eval_dataset, self.kwargs = train_dataset, eval_dataset, kwargs
         self.callbacks = list(callbacks or [])
         self.state = TrainerState(max_steps=args.max_steps, logging_steps=1, is_world_process_zero=True)

@@ -6,7 +6,14 @@ import pytest
 from datasets import Dataset, DatasetDict
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from grpo_trainer.cli.build import as_prompts, build_adapter, build_datasets, build_rewards, build_trainer
+from grpo_trainer.cli.build import (
+    as_prompts,
+    build_adapter,
+    build_datasets,
+    build_quantization,
+    build_rewards,
+    build_trainer,
+)
 from grpo_trainer.cli.errors import RecipeError
 from grpo_trainer.cli.recipe import RecipeArguments, load_recipe
 from grpo_trainer.rewards.base import reward_name
@@ -122,8 +129,9 @@ def test_the_trainer_gets_what_the_recipe_says_and_our_progress_only(recipe_file
     trainer = build_trainer(recipe, recipe.config(), rows, None, callbacks)
     assert trainer.model_name == "some/model"
     assert trainer.reward_funcs == [last_integer]
-    assert trainer.train_dataset is rows and trainer.eval_dataset is None and trainer.peft_config is None
+    assert trainer.train_dataset is rows and trainer.eval_dataset is None
     assert trainer.callbacks == callbacks[2:]
+    assert trainer.kwargs == {"peft_config": None, "quantization_config": None}
 
 
 def test_what_the_trainer_refuses_is_an_error_of_the_recipe(recipe_file, fake_trainer, monkeypatch):
@@ -144,3 +152,25 @@ def test_an_adapter_is_built_only_if_it_is_wanted():
     assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (4, 8, 0.05)
     assert set(adapter.target_modules) == {"q_proj"}
     assert adapter.task_type == "CAUSAL_LM"
+
+
+@pytest.mark.parametrize(
+    ("given", "target"),
+    [("q_proj", {"q_proj"}), ("all-linear", "all-linear"), (r".*\.q_proj", r".*\.q_proj"), (["q_proj"], {"q_proj"})],
+)
+def test_one_module_is_a_name_unless_it_looks_like_a_pattern(given, target):
+    assert build_adapter(RecipeArguments(use_peft=True, lora_target_modules=given)).target_modules == target
+
+
+def test_quantisation_is_built_only_if_it_is_wanted():
+    assert build_quantization(RecipeArguments()) is None
+    four = build_quantization(
+        RecipeArguments(load_in_4bit=True, use_peft=True, use_bnb_nested_quant=True, dtype="bfloat16")
+    )
+    assert (four.load_in_4bit, four.load_in_8bit, four.bnb_4bit_quant_type) == (True, False, "nf4")
+    assert four.bnb_4bit_use_double_quant and str(four.bnb_4bit_compute_dtype) == "torch.bfloat16"
+    assert build_quantization(RecipeArguments(load_in_8bit=True, use_peft=True, dtype="auto")).load_in_8bit
+    with pytest.raises(RecipeError, match="load_in_4bit and load_in_8bit exclude each other"):
+        build_quantization(RecipeArguments(load_in_4bit=True, load_in_8bit=True))
+    with pytest.raises(RecipeError, match="load_in_4bit needs an adapter to train on top: set use_peft to true"):
+        build_quantization(RecipeArguments(load_in_4bit=True))

@@ -128,7 +128,8 @@ def test_the_row_of_a_loss_type_says_what_it_stands_for(name):
 
 @pytest.mark.parametrize("name", SCALE_REWARDS)
 def test_the_row_of_scale_rewards_says_what_it_stands_for(name):
-    assert rows("docs/algorithms.md", "scale_rewards", "`scale_rewards`")[name]["advantage"] == f"`{SCALE_REWARDS[name]}`"
+    row = rows("docs/algorithms.md", "scale_rewards", "`scale_rewards`")[name]
+    assert row["advantage"] == f"`{SCALE_REWARDS[name]}`"
 
 
 @pytest.mark.parametrize("kind", ["advantages", "policy losses", "kl estimators", "aggregations"])
@@ -155,16 +156,13 @@ MIGRATING = "docs/migrating.md"
 
 def defaults(kind: type) -> dict[str, object]:
     """Field name -> default, for the fields of a dataclass."""
-    fields = {f.name: f for f in dataclasses.fields(kind)}
-    return {n: f.default if f.default_factory is dataclasses.MISSING else f.default_factory() for n, f in fields.items()}
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(kind)
+    return {f.name: f.default if f.default_factory is missing else f.default_factory() for f in fields}
 
 
 OURS, THEIRS, BASE = defaults(GRPOConfig), defaults(trl.GRPOConfig), defaults(TrainingArguments)
 MOVED = {name for name, value in THEIRS.items() if name not in BASE or value != BASE[name]}
-
-
-def fields_by_status() -> dict[str, str]:
-    return {name: row["here"] for name, row in rows(MIGRATING, "Configuration", "field").items()}
 
 
 def configuration_tables() -> list[list[dict[str, str]]]:
@@ -230,7 +228,7 @@ FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "tot
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory) -> set[str]:
-    """Every name that a tiny run logs: with a reference, an old policy, an evaluation and a metric of a reward's own."""
+    """Every name that a tiny run logs, with a reference, an old policy, an evaluation and a metric of a reward's own."""
 
     def reward(completions, log_metric, **kwargs):
         log_metric("letters", sum(map(len, completions)) / len(completions))
@@ -241,7 +239,7 @@ def logged(tmp_path_factory) -> set[str]:
         str(folder),
         per_device_train_batch_size=16,
         num_generations=8,
-        # a random model draws the end-of-sequence id once in 256 tokens: some of 2 x 16 x 40 completions' tokens are it
+        # a random model draws the end-of-sequence id once in 256 tokens, so some of 2 x 16 x 40 end a completion
         max_completion_length=40,
         num_iterations=2,
         beta=0.1,
@@ -381,8 +379,8 @@ def test_make_targets_that_are_named_exist(path):
 def test_no_place_of_one_machine_and_no_other_host_is_named(path):
     text = path.read_text(encoding="utf-8")
     assert re.findall(r"""(?:^|[\s`("'])(/[a-z][\w.-]*/?[\w./-]*)""", text) == []  # an absolute path
-    outside = [p for p in re.findall(r"(?:\.\./)+[\w./-]*", text) if not (path.parent / p).resolve().is_relative_to(ROOT)]
-    assert outside == []
+    upwards = [(path.parent / p).resolve() for p in re.findall(r"(?:\.\./)+[\w./-]*", text)]
+    assert all(place.is_relative_to(ROOT) for place in upwards)
     hosts = set(re.findall(rf"\b((?:[\w-]+\.)+{ENDINGS})\b", text))
     assert hosts <= HOSTS
 

@@ -21,7 +21,7 @@ PACKAGE = Path(grpo_trainer.__path__[0])
 # The floor of each room (a file or a folder directly under the package). An import may go down or stay on the floor.
 FLOORS = {
     **dict.fromkeys(["__init__", "__main__", "cli"], 5),
-    **dict.fromkeys(["config", "assembly", "trainer", "reports"], 4),
+    **dict.fromkeys(["config", "not_yet", "assembly", "trainer", "reports"], 4),
     **dict.fromkeys(["rollout", "evaluation"], 3),
     **dict.fromkeys(["objective", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2),
     **dict.fromkeys(["tasks", "builtin", "runtime", "trl_door"], 2),
@@ -40,10 +40,11 @@ DOORS = {
     "vllm": set(),
 }
 # Parts of transformers that only the trainer and its configuration may see; who watches a run may see callbacks too.
+CONFIGURES = {"trainer", "config", "not_yet"}
 WATCHERS = {"assembly", "trainer", "reports", "cli"}
 TRAINER_PARTS = {
-    **{name: {"trainer", "config"} for name in ["trainer", "Trainer", "trainer_seq2seq", "Seq2SeqTrainer"]},
-    **{name: {"trainer", "config"} for name in ["training_args", "TrainingArguments", "Seq2SeqTrainingArguments"]},
+    **{name: CONFIGURES for name in ["trainer", "Trainer", "trainer_seq2seq", "Seq2SeqTrainer"]},
+    **{name: CONFIGURES for name in ["training_args", "TrainingArguments", "Seq2SeqTrainingArguments"]},
     **{name: WATCHERS for name in ["trainer_callback", "TrainerCallback", "TrainerControl"]},
     **{name: WATCHERS for name in ["TrainerState", "ProgressCallback", "PrinterCallback"]},
 }

@@ -72,6 +72,13 @@ def test_in_a_terminal_there_is_a_bar_with_step_and_reward():
     assert "step 1/25" not in text  # no plain lines beside the bar
 
 
+def test_an_evaluation_gets_a_line_of_its_own():
+    run = Run(terminal=False)
+    run.state.global_step = 5
+    run.call("on_log", logs={"eval_reward": 0.5, "eval_hard_reward": 0.25, "eval_runtime": 1.0})
+    assert run.out.getvalue().splitlines() == ["step 5: eval_reward 0.500", "step 5: eval_hard_reward 0.250"]
+
+
 def test_a_resumed_run_counts_on():
     assert Run(terminal=False, tables=0).play(first=20).splitlines()[0].startswith("step 21/25")
     assert "25/25" in Run(terminal=True, tables=0).play(first=20)

@@ -1,0 +1,133 @@
+"""The configuration: TRL's fields and defaults, and a clear word where values contradict each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+import trl
+from transformers import TrainingArguments
+
+from grpo_trainer import GRPOConfig, GRPOTrainer
+
+
+def config(**settings):
+    return GRPOConfig("out", **{"num_generations": 4, "report_to": "none", **settings})
+
+
+def test_every_field_of_trl_is_there_with_its_default():
+    theirs = {f.name: f for f in dataclasses.fields(trl.GRPOConfig)}
+    ours = {f.name: f for f in dataclasses.fields(GRPOConfig)}
+    assert theirs.keys() - ours.keys() == set()
+    for name in theirs:
+        assert ours[name].default == theirs[name].default or ours[name].default is theirs[name].default, name
+
+
+def test_every_constructor_argument_of_trl_is_there_in_its_order_with_its_default():
+    theirs = inspect.signature(trl.GRPOTrainer.__init__).parameters
+    ours = inspect.signature(GRPOTrainer.__init__).parameters
+    assert list(ours) == list(theirs)
+    assert [p.default for p in ours.values()] == [p.default for p in theirs.values()]
+
+
+def test_every_field_that_is_not_honoured_is_refused():
+    defaults = {f.name: f for f in dataclasses.fields(GRPOConfig) if "not_yet" in f.metadata}
+    assert len(defaults) > 40
+    for name, f in defaults.items():
+        other = {bool: not f.default, int: 7, float: 0.37, str: "other"}.get(type(f.default), "other")
+        with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):
+            config(per_device_train_batch_size=4, **{name: other})
+
+
+def test_works_without_arguments_on_a_machine_without_an_accelerator():
+    made = GRPOConfig("out", report_to="none")
+    assert made.bf16 in (True, False)
+    assert made.use_cpu == (not torch.accelerator.is_available())
+    assert made.generation_batch_size == 8
+    assert made.steps_per_generation == made.gradient_accumulation_steps == 1
+
+
+def test_fp16_leaves_bf16_off():
+    assert config(per_device_train_batch_size=4, bf16=None, fp16=True).bf16 is False
+
+
+def test_gradient_checkpointing_is_on_by_default_and_can_be_switched_off():
+    assert config(per_device_train_batch_size=4).gradient_checkpointing is True
+    assert config(per_device_train_batch_size=4, gradient_checkpointing=False).gradient_checkpointing is False
+
+
+@pytest.mark.parametrize(("value", "meaning"), [(True, "group"), (False, "none"), ("batch", "batch")])
+def test_scale_rewards_takes_booleans(value, meaning):
+    assert config(per_device_train_batch_size=4, scale_rewards=value).scale_rewards == meaning
+
+
+def test_one_of_slices_and_generation_batch_size_gives_the_other():
+    assert config(per_device_train_batch_size=2, steps_per_generation=6).generation_batch_size == 12
+    assert config(per_device_train_batch_size=2, generation_batch_size=12).steps_per_generation == 6
+
+
+def test_json_text_becomes_a_mapping():
+    assert config(per_device_train_batch_size=4, generation_kwargs='{"typical_p": 0.9}').generation_kwargs == {
+        "typical_p": 0.9
+    }
+
+
+REFUSED = {
+    "a rollout that is not whole groups": (
+        dict(per_device_train_batch_size=2, steps_per_generation=3),
+        # 2 x 1 x 3 = 6 completions; 4 does not divide 6, and 2 x 4 = 8 is the next that it divides
+        r"6 completions .*per_device_train_batch_size=2 x 1 processes x steps_per_generation=3.*num_generations=4.*"
+        r"steps_per_generation=4.*\[2, 3, 6\]",
+    ),
+    "a group of one": (dict(num_generations=1, per_device_train_batch_size=4), "num_generations=1 must be at least 2"),
+    "both ways of saying how large a rollout is": (
+        dict(per_device_train_batch_size=2, generation_batch_size=8, steps_per_generation=4),
+        "generation_batch_size=8 and steps_per_generation=4",
+    ),
+    "a generation batch that micro-batches do not divide": (
+        dict(per_device_train_batch_size=3, generation_batch_size=8, num_generations=2),
+        "generation_batch_size=8 is not a multiple of 3 .*Set generation_batch_size=9",
+    ),
+    "the batch-size finder": (dict(per_device_train_batch_size=4, auto_find_batch_size=True), "auto_find_batch_size"),
+    "temperature 0": (dict(per_device_train_batch_size=4, temperature=0.0), "temperature=0.0 must be above 0"),
+    "top_p 0": (dict(per_device_train_batch_size=4, top_p=0.0), "top_p=0.0 must be in"),
+    "negative beta": (dict(per_device_train_batch_size=4, beta=-0.1), "beta=-0.1 must be 0 or above"),
+    "beta that is no number": (dict(per_device_train_batch_size=4, beta=float("nan")), "beta=nan"),
+    "delta below the clip": (
+        dict(per_device_train_batch_size=4, delta=1.1, epsilon_high=0.28),
+        r"delta=1.1 must be above 1 \+ epsilon_high = 1.28",
+    ),
+    "an unknown loss": (
+        dict(per_device_train_batch_size=4, loss_type="gpro"),
+        "'gpro' is unknown. Did you mean 'grpo'",
+    ),
+    "an unknown scale": (dict(per_device_train_batch_size=4, scale_rewards="std"), "scale_rewards='std' is unknown"),
+    "no room for a completion": (
+        dict(per_device_train_batch_size=4, max_completion_length=0),
+        "max_completion_length=0 must be at least 1",
+    ),
+    "columns taken from the rewards": (
+        dict(per_device_train_batch_size=4, remove_unused_columns=True),
+        "remove_unused_columns=True",
+    ),
+    "text that is not JSON": (dict(per_device_train_batch_size=4, model_init_kwargs="{dtype"), "model_init_kwargs"),
+    "no iteration": (dict(per_device_train_batch_size=4, num_iterations=0), "num_iterations=0 must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_contradictions_are_refused_with_field_numbers_and_remedy(case):
+    settings, message = REFUSED[case]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        config(**settings)
+
+
+def test_what_is_not_a_field_is_refused():
+    with pytest.raises(TypeError, match="max_prompt_lenght"):
+        config(per_device_train_batch_size=4, max_prompt_lenght=5)
+
+
+def test_it_is_a_training_arguments():
+    assert isinstance(config(per_device_train_batch_size=4), TrainingArguments)
