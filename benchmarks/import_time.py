@@ -25,7 +25,9 @@ PEER = STATEMENTS[-1]
 def measure(statement: str) -> float:
     """Wall seconds of one new interpreter that runs ``statement``."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, "-c", statement], check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{statement!r} failed:\n{done.stderr}")
     return time.perf_counter() - start
 
 

@@ -10,6 +10,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.generation.hf import check_extra
 from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
 from grpo_trainer.objective import Objective, build_objective
 from grpo_trainer.reports.completions import CompletionsWriter
@@ -122,7 +123,11 @@ def sampling_params(args: GRPOConfig, model: nn.Module, tokenizer: Any) -> Sampl
 
     Returns:
         The parameters.
+
+    Raises:
+        ValueError: if ``generation_kwargs`` holds what transformers does not know.
     """
+    check_extra(args.generation_kwargs or {})  # type: ignore[arg-type]
     return SamplingParams(
         max_new_tokens=args.max_completion_length,  # type: ignore[arg-type]
         eos_token_ids=end_of_sequence_ids(model, tokenizer),

@@ -1,4 +1,4 @@
-"""Models that come out of a Python package instead of a model hub, under names such as ``builtin:smollm2-135m-instruct``.
+"""Models that come out of a Python package, not a model hub, under names such as ``builtin:smollm2-135m-instruct``.
 
 The package is located, never imported: its code may need libraries that nothing here needs. What it carries (a GGUF
 file) is converted once into an ordinary Hugging Face folder in a cache, which every later call returns::

@@ -97,18 +97,24 @@ class Objective:
         """
         check_shapes("B T", logprobs=logprobs, mask=batch.mask)
         mask = batch.mask
-        token = self.policy_loss(logprobs, batch.old_logprobs, batch.advantages, mask)
+
+        def credited(values: Tensor | None) -> Tensor | None:
+            """Nothing outside the mask reaches a sum or, through it, a gradient: not even a NaN."""
+            return None if values is None else torch.where(mask, values, 0.0)
+
+        logprobs, old = torch.where(mask, logprobs, 0.0), credited(batch.old_logprobs)
+        token = self.policy_loss(logprobs, old, batch.advantages, mask)
         loss, stats = token.loss, dict(token.stats)
         if self.beta:
-            if batch.ref_logprobs is None:
+            reference = credited(batch.ref_logprobs)
+            if reference is None:
                 raise ValueError(f"beta={self.beta} needs reference log-probs, and the batch has none")
-            kl = self.kl(logprobs, batch.ref_logprobs)
+            kl = self.kl(logprobs, reference)
             if self.kl_importance_weighted:
-                kl = kl * importance_ratio(logprobs, batch.old_logprobs)
+                kl = kl * importance_ratio(logprobs, old)
             loss = loss + self.beta * kl
             stats["kl"] = kl.detach()
         weights, _ = self.aggregation(mask)
-        # where, not a product: a non-finite figure outside the mask must not reach the sum
         total = torch.where(mask, loss * weights, 0.0).sum()
         return ObjectiveOutput(total, {name: masked_sum(value, mask) for name, value in stats.items()})
 

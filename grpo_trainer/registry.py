@@ -63,7 +63,7 @@ def _lookup(name: str, table: Mapping[str, Callable], what: str) -> Callable:
     module_name, _, attribute = name.partition(":")
     try:
         found = functools.reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:  # the last two: "", ".relative"
         raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error
     if not callable(found):
         raise ValueError(f"{what} {name!r} is a {type(found).__name__}, not a function.")

@@ -265,8 +265,9 @@ class RolloutCollector:
         return out
 
     def _table(self, drawn: Drawn, advantages: list[float]) -> dict[str, list[Any]]:
+        fixed = ("step", "prompt", "completion", "advantage", "finished", "length")
         rewards = {
-            name: [None if v != v else v for v in column]
+            (f"rewards/{name}" if name in fixed else name): [None if v != v else v for v in column]
             for name, column in zip(self.rewards.names, drawn.rewards.T.tolist(), strict=True)
         }
         own: dict[str, list[Any]] = {
@@ -301,13 +302,12 @@ def count_rollout(metrics: MetricStore, names: Sequence[str], rewards: Tensor, t
         totals: (P, G) weighted totals, NaN = unscorable.
         facts: (N, 3) prompt length, completion length, finished flag.
     """
-    metrics.add("reward", *_nansum(totals))
-    metrics.add("reward_std", _std(totals.flatten()))
-    for name, column in zip(names, rewards.T, strict=True):
-        total, count = _nansum(column)
-        metrics.add(f"rewards/{name}/mean", total, count)
-        if count:
-            metrics.add(f"rewards/{name}/std", _std(column))
+    labels = [("reward", "reward_std"), *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names)]
+    for (mean, std), values in zip(labels, [totals.flatten(), *rewards.T], strict=True):
+        known = values[~values.isnan()]
+        if len(known):
+            metrics.add(mean, known.sum().item(), len(known))
+            metrics.add(std, known.std().item() if len(known) > 1 else 0.0)
     metrics.add("frac_reward_zero_std", is_constant(totals).sum().item(), len(totals))
     lengths, finished = facts[:, 1], facts[:, 2] > 0
     metrics.add("completions/clipped_ratio", (~finished).sum().item(), len(finished))
@@ -316,13 +316,3 @@ def count_rollout(metrics: MetricStore, names: Sequence[str], rewards: Tensor, t
             metrics.add(f"completions/mean_{label}length", some.sum().item(), len(some))
             metrics.extreme(f"completions/min_{label}length", some.min().item(), "min")
             metrics.extreme(f"completions/max_{label}length", some.max().item(), "max")
-
-
-def _nansum(values: Tensor) -> tuple[float, int]:
-    return values.nansum().item(), int((~values.isnan()).sum().item())
-
-
-def _std(values: Tensor) -> float:
-    """Sample standard deviation of the entries that are not NaN; 0 for fewer than two."""
-    known = values[~values.isnan()]
-    return known.std().item() if len(known) > 1 else 0.0

@@ -33,8 +33,8 @@ def group_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
         eps: added to the standard deviation, in units of reward.
 
     Returns:
-        (P, G) advantages without unit, in the dtype of ``rewards``. ``|A|`` is below (G-1)/sqrt(G) for ``ddof=1`` and
-        below sqrt(G-1) for ``ddof=0``.
+        (P, G) advantages without unit, in the dtype of ``rewards`` (float32 for integers). ``|A|`` is below
+        (G-1)/sqrt(G) for ``ddof=1`` and below sqrt(G-1) for ``ddof=0``.
 
     Raises:
         ValueError: if ``rewards`` is not (P, G).
@@ -46,7 +46,7 @@ def group_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
     check_shapes("P G", rewards=rewards)
     r = rewards.double()
     advantages = _centred(r) / (_nanstd(r, dim=-1, ddof=ddof) + eps)
-    return advantages.to(rewards.dtype)
+    return _like(advantages, rewards)
 
 
 def group_center(rewards: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def group_center(rewards: Tensor) -> Tensor:
         tensor([[ 0.7500, -0.2500, -0.2500, -0.2500]])
     """
     check_shapes("P G", rewards=rewards)
-    return _centred(rewards.double()).to(rewards.dtype)
+    return _like(_centred(rewards.double()), rewards)
 
 
 def batch_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
@@ -83,7 +83,7 @@ def batch_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
         eps: added to the standard deviation, in units of reward.
 
     Returns:
-        (P, G) advantages without unit, in the dtype of ``rewards``.
+        (P, G) advantages without unit, in the dtype of ``rewards`` (float32 for integers).
 
     Raises:
         ValueError: if ``rewards`` is not (P, G).
@@ -96,7 +96,7 @@ def batch_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
     check_shapes("P G", rewards=rewards)
     r = rewards.double()
     std = _nanstd(r.flatten(), dim=0, ddof=ddof)
-    return (_centred(r) / (std + eps)).to(rewards.dtype)
+    return _like(_centred(r) / (std + eps), rewards)
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
@@ -128,14 +128,29 @@ def is_constant(rewards: Tensor) -> Tensor:
 
 def _centred(rewards: Tensor) -> Tensor:
     """(P, G) -> (P, G): less the group mean; exactly 0 in constant groups and where unscorable."""
-    centred = rewards - rewards.nanmean(dim=-1, keepdim=True)
+    centred = _deviations(rewards, dim=-1)
     return centred.masked_fill(rewards.isnan() | is_constant(rewards)[:, None], 0.0)
 
 
 def _nanstd(values: Tensor, *, dim: int, ddof: int) -> Tensor:
     """Standard deviation over the entries that are not NaN, kept as a dimension; 0 where there are too few."""
     counted = ~values.isnan()
-    mean = values.nanmean(dim=dim, keepdim=True)
-    squares = (values - mean).square().masked_fill(~counted, 0.0).sum(dim=dim, keepdim=True)
+    squares = _deviations(values, dim=dim).square().masked_fill(~counted, 0.0).sum(dim=dim, keepdim=True)
     freedom = counted.sum(dim=dim, keepdim=True) - ddof
     return torch.where(freedom > 0, squares / freedom.clamp(min=1), 0.0).sqrt()
+
+
+def _deviations(values: Tensor, *, dim: int) -> Tensor:
+    """Each value less the mean, NaN where it is NaN.
+
+    The least value is taken off first: values far from 0 and close to each other keep their differences, which the
+    rounding of a mean of that size would swallow.
+    """
+    least = values.masked_fill(values.isnan(), math.inf).amin(dim=dim, keepdim=True)
+    shifted = values - least
+    return shifted - shifted.nanmean(dim=dim, keepdim=True)
+
+
+def _like(advantages: Tensor, rewards: Tensor) -> Tensor:
+    """In the dtype of the rewards, or in float32 if that holds whole numbers only."""
+    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)

@@ -3,8 +3,8 @@
 All three are from J. Schulman, "Approximating KL Divergence" (2020), written with
 ``d = log pi_ref - log pi_theta``. Values are in nats.
 
-Departure: k3's exponent is capped at 20, so that one degenerate token cannot overflow; values with |d| <= 20 are exact.
-The arithmetic is float32 or wider whatever the input.
+Departure: d is capped at 20, so that one degenerate token cannot overflow; values with d <= 20 are exact, and beyond it
+the gradient is 0. The arithmetic is float32 or wider whatever the input.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         tensor([[0.1487, 0.1065, 0.0000]])
     """
     check_shapes("B T", logprobs=logprobs, ref_logprobs=ref_logprobs)
-    d = _wide(ref_logprobs) - _wide(logprobs)
-    return torch.expm1(d.clamp(max=MAX_LOG_RATIO)) - d
+    d = (_wide(ref_logprobs) - _wide(logprobs)).clamp(max=MAX_LOG_RATIO)
+    return torch.expm1(d) - d
 
 
 KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {

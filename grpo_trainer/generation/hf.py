@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from grpo_trainer.policy.modes import eval_mode
+from grpo_trainer.registry import suggest
 from grpo_trainer.types import Completions, SamplingParams
 
 
@@ -50,7 +51,7 @@ class HFGenerator:
             The completions, group-major.
 
         Raises:
-            ValueError: if a prompt is empty.
+            ValueError: if a prompt is empty, or ``sampling.extra`` holds what transformers does not know.
         """
         rows = [list(p) for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
         if not rows:
@@ -65,15 +66,31 @@ class HFGenerator:
         return _cut(out[:, ids.shape[1] :].tolist(), sampling.eos_token_ids)
 
 
+def check_extra(extra: Mapping[str, Any]) -> None:
+    """Checks that every further argument is one that ``generate`` of transformers knows.
+
+    Args:
+        extra: name -> value.
+
+    Raises:
+        ValueError: if one is unknown.
+    """
+    known = vars(GenerationConfig())
+    for name in extra:
+        if name not in known or name.startswith("_"):
+            raise ValueError(f"generation_kwargs: {name!r} is no field of GenerationConfig.{suggest(name, known)}")
+
+
 def _generation_config(sampling: SamplingParams) -> GenerationConfig:
+    check_extra(sampling.extra)
     settings = {
         "do_sample": True,
         "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
+        "temperature": float(sampling.temperature),
+        "top_p": float(sampling.top_p),
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
-        "repetition_penalty": sampling.repetition_penalty,
+        "repetition_penalty": float(sampling.repetition_penalty),
         "eos_token_id": list(sampling.eos_token_ids),
         "pad_token_id": sampling.pad_token_id,
         "disable_compile": True,

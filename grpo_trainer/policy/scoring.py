@@ -90,10 +90,14 @@ def _forward_parameters(model: nn.Module) -> frozenset[str]:
     """Names that the innermost model's forward takes: wrappers hide them behind ``*args, **kwargs``."""
     inner: Any = model
     while True:
-        if hasattr(inner, "get_base_model"):
+        if hasattr(inner, "get_base_model"):  # an adapter
             inner = inner.get_base_model()
-        elif hasattr(inner, "module") and isinstance(inner.module, nn.Module):
+        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # a compiled model
+            inner = inner._orig_mod
+        elif isinstance(getattr(inner, "module", None), nn.Module):  # data parallel
             inner = inner.module
         else:
             break
-    return frozenset(inspect.signature(type(inner).forward).parameters)
+    parameters = inspect.signature(type(inner).forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return frozenset(parameters) | (frozenset(["position_ids"]) if takes_any else frozenset())

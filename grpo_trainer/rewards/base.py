@@ -91,7 +91,7 @@ class RewardSet:
         names: one per function; None derives them. Names are made unique by a suffix, so no metric hides another.
 
     Raises:
-        ValueError: if there is no function, one is not callable, or a number of weights differs.
+        ValueError: if there is no function, one is not callable, or the number of weights or names differs.
     """
 
     def __init__(
@@ -108,6 +108,8 @@ class RewardSet:
             )
         if weights is not None and not all(math.isfinite(w) for w in weights):
             raise ValueError(f"reward_weights must be finite numbers, got {list(weights)}")
+        if names is not None and len(names) != len(functions):
+            raise ValueError(f"{len(names)} names for {len(functions)} reward functions; give one each")
         self.functions = list(functions)
         self.names = _unique(list(names) if names is not None else [reward_name(f) for f in functions])
         self.weights = torch.tensor([1.0] * len(functions) if weights is None else list(weights), dtype=torch.float64)
@@ -126,8 +128,8 @@ class RewardSet:
             Exception: whatever a function raises.
         """
         log = RewardLog()
-        kwargs = inputs.keyword_arguments(log)
-        returned = [f(**kwargs) for f in self.functions]
+        # each function gets lists of its own: what it does to them does not reach the next
+        returned = [f(**inputs.keyword_arguments(log)) for f in self.functions]
         pending = {i: r for i, r in enumerate(returned) if inspect.isawaitable(r)}
         if pending:
             for i, values in zip(pending, _run(_gather(list(pending.values()))), strict=True):
@@ -146,7 +148,10 @@ class RewardSet:
         Returns:
             (N,) totals in float64; NaN where none applies. Weights are not renormalised where some do not apply.
         """
-        total = (rewards * self.weights.to(rewards.device)).nansum(dim=1)
+        total = torch.zeros_like(rewards[:, 0])
+        for weight, column in zip(self.weights.tolist(), rewards.T, strict=True):
+            # one function after the other, so that equal rewards have equal totals to the last bit in every row
+            total = total + (weight * column).nan_to_num(nan=0.0)
         return total.masked_fill(rewards.isnan().all(dim=1), math.nan)
 
 

@@ -228,7 +228,7 @@ FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "tot
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory) -> set[str]:
-    """Every name that a tiny run logs, with a reference, an old policy, an evaluation and a metric of a reward's own."""
+    """Every name that a tiny run logs: with a reference, an old policy, an evaluation, a metric of a reward."""
 
     def reward(completions, log_metric, **kwargs):
         log_metric("letters", sum(map(len, completions)) / len(completions))
