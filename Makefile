@@ -42,10 +42,10 @@ slow: $(VENV)/.dev  ## the tests that take longer
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev  ## linter, formatter, types and docstrings only
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/pydoclint grpo_trainer
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+	$(BIN)/python -m pydoclint.main grpo_trainer
 
 bench-import: $(VENV)/.quickstart  ## seconds of `import grpo_trainer` against transformers' Trainer
 	@$(BIN)/python benchmarks/import_time.py

@@ -152,7 +152,7 @@ def objective_of(args: GRPOConfig) -> Objective:
     """
     return build_objective(
         loss_type=args.loss_type,
-        scale_rewards=args.scale_rewards,
+        scale_rewards=str(args.scale_rewards),
         max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
         advantage_ddof=args.advantage_ddof,
         beta=args.beta,

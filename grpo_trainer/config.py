@@ -103,7 +103,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         default=None, metadata={"help": "Upper bound of the unclipped ratio, above 1 + epsilon_high."}
     )
     loss_type: str = field(default="dapo", metadata={"help": f"One of {', '.join(LOSS_TYPES)}."})
-    scale_rewards: str = field(
+    scale_rewards: str | bool = field(
         default="group",
         metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
     )
@@ -137,7 +137,8 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         super().__post_init__()
         self.refuse_not_yet()
         self._parse_mappings()
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)  # type: ignore[call-overload]
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         self._check_choices()
         self._check_numbers()
         self._check_parallelism()

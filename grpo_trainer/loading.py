@@ -76,6 +76,8 @@ def load_policy(
             "a model in 4 or 8 bits cannot be trained itself: give peft_config=LoraConfig(...) so that an adapter is "
             "trained on top of it, or load it without quantization"
         )
+    if quantized:
+        _keep_differentiable(policy)
     if is_peft(policy):
         for parameter in policy.parameters():
             if parameter.requires_grad:
@@ -267,6 +269,18 @@ def _folder_of(name: str) -> str:
 def _is_quantized(model: Any) -> bool:
     inner = base_model(model)
     return bool(getattr(inner, "is_loaded_in_4bit", False) or getattr(inner, "is_loaded_in_8bit", False))
+
+
+def _keep_differentiable(model: nn.Module) -> None:
+    """Keeps 4-bit layers on the path that has a gradient.
+
+    On a CPU with bf16 instructions, bitsandbytes repacks a layer's weights for inference at its first forward pass in
+    eval mode, which generation is, and the repacked layer passes no gradient on: an adapter below it would never
+    train.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def _wrap(model: nn.Module, peft_config: Any, quantized: bool, gradient_checkpointing: bool) -> nn.Module:

@@ -4,7 +4,8 @@ import pytest
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from grpo_trainer.data import PromptRenderer, without_none
+from grpo_trainer.data import ContextLimit, PromptRenderer, without_none
+from grpo_trainer.types import Prompt
 from tests.helpers import BOS, BOS_ID, CHAT_TEMPLATE
 
 USER = [{"role": "user", "content": "hi"}]
@@ -131,3 +132,28 @@ def test_a_template_that_renders_nothing_is_refused(tiny_tokenizer):
     tiny_tokenizer.chat_template = "{{ '' }}"
     with pytest.raises(ValueError, match="row 7: the prompt '' has no tokens"):
         PromptRenderer(tiny_tokenizer)({"prompt": USER}, "row 7")
+
+
+# --- room in the model ------------------------------------------------------------------------------------------------
+
+
+def of_length(count: int) -> Prompt:
+    return Prompt(ids=(5,) * count, text="x" * count, conversational=False)
+
+
+def test_a_prompt_fits_if_a_whole_completion_fits_behind_it():
+    limit = ContextLimit(context=100, max_completion_length=60)
+    limit.check(of_length(1), "row 7")
+    limit.check(of_length(40), "row 7")  # 40 + 60 = 100
+    with pytest.raises(ValueError, match=r"row 7: .* 41 tokens, .*=60 it overruns .* 100 tokens\. Set .* at most 59"):
+        limit.check(of_length(41), "row 7")
+
+
+def test_a_completion_that_leaves_no_room_for_a_prompt_is_refused_at_once():
+    ContextLimit(context=100, max_completion_length=99).check(of_length(1), "row 7")
+    with pytest.raises(ValueError, match=r"max_completion_length=100 leaves no room .* 100 tokens; .* at most 99"):
+        ContextLimit(context=100, max_completion_length=100)
+
+
+def test_positions_without_bound_hold_any_prompt():
+    ContextLimit(context=None, max_completion_length=10**6).check(of_length(1000), "row 7")

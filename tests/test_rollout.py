@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from grpo_trainer.data import PromptRenderer
+from grpo_trainer.data import ContextLimit, PromptRenderer
 from grpo_trainer.functional.advantages import group_center, group_zscore
 from grpo_trainer.generation.hf import HFGenerator
 from grpo_trainer.policy.scoring import completion_logprobs
@@ -240,6 +240,13 @@ def test_a_reward_that_is_no_reward_stops_the_rollout_by_name(collector):
         collect(collector(gives(*range(7))))
     with pytest.raises(ValueError, match="row 1 of the rollout has no column 'prompt'"):
         collect(collector(), [ROWS[0], {"question": "?"}])
+
+
+def test_a_prompt_that_leaves_no_room_for_a_completion_stops_the_rollout_before_it_is_generated(collector):
+    built = collector(limit=ContextLimit(context=9, max_completion_length=5))  # room for 4 tokens; the prompts: 2, 5
+    with pytest.raises(ValueError, match="row 1 of the rollout: the prompt has 5 tokens"):
+        collect(built)
+    assert built.generator.calls == []
 
 
 def test_a_generator_that_returns_another_number_is_found_out(collector):

@@ -333,6 +333,30 @@ def test_the_worked_example_is_the_code():
             assert f"−{value:.4f}" in text
 
 
+def test_the_quickstart_is_as_its_page_says():
+    import inspect
+
+    from grpo_trainer.cli import heldout, quickstart
+    from grpo_trainer.cli.recipe import load_recipe
+    from grpo_trainer.tasks import HELDOUT_SUMS, load_task
+
+    config = load_recipe(quickstart.RECIPE, ["--use_cpu"]).config()
+    plan = config.batch_plan()
+    text = " ".join((ROOT / "docs/quickstart.md").read_text(encoding="utf-8").split())
+    train, held_out = load_task("builtin:sums")
+    assert (
+        f"{config.max_steps} steps of {plan.prompts_per_rollout} prompts × {plan.num_generations} completions" in text
+    )
+    assert f"learning rate {config.learning_rate:.0e}".replace("e-0", "e-") in text
+    assert f"{len(held_out)} pairs × {heldout.SAMPLES_PER_PROMPT} samples" in text
+    assert f"Of the 210 unordered pairs, {HELDOUT_SUMS} are held out" in text
+    assert 210 - HELDOUT_SUMS == len({frozenset(re.findall(r"\d+", row["prompt"][0]["content"])) for row in train})
+    tree = ast.parse(inspect.getsource(quickstart.summarise))
+    (written,) = [n for n in ast.walk(tree) if isinstance(n, ast.Return)]
+    keys = rows("docs/quickstart.md", "What it writes", "key of `summary.json`").keys()
+    assert keys == {key.value for key in written.value.keys}
+
+
 # --- links, paths, commands, words -----------------------------------------------------------------------------------
 
 

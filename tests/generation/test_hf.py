@@ -5,7 +5,6 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import nn
 from transformers import GenerationConfig
 
 from grpo_trainer.generation.hf import HFGenerator
@@ -54,10 +53,10 @@ def counting(vocab_size=256):
     )
 
 
-def uniform(vocab_size=1000):
-    model = helpers.tiny_llama(vocab_size=vocab_size)
-    nn.init.zeros_(model.lm_head.weight)
-    return model
+def nearly_uniform(vocab_size=1000):
+    """No two logits are equal: a top-k filter keeps every tie, and would hide among equal ones."""
+    logits = torch.linspace(0, 1e-3, vocab_size)
+    return with_logits(helpers.tiny_llama(vocab_size=vocab_size), lambda last: logits.expand(len(last), -1))
 
 
 # --- where a completion ends ------------------------------------------------------------------------------------------
@@ -153,18 +152,22 @@ def test_nothing_comes_from_a_checkpoints_own_generation_config():
     plain = draw(model, num_samples=[8] * 3, max_new_tokens=12)
     model.generation_config = GenerationConfig(**defaults)
     assert draw(model, num_samples=[8] * 3, max_new_tokens=12) == plain
-    opinionated = uniform()
-    opinionated.generation_config = GenerationConfig(**defaults)
-    out = draw(opinionated, [(5,)], [256], max_new_tokens=16, eos_token_ids=())
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"top_k": 50, "temperature": 0.1, "do_sample": True}])
+def test_the_whole_vocabulary_can_be_drawn(checkpoint):
+    model = nearly_uniform()
+    model.generation_config = GenerationConfig(**checkpoint)
+    out = draw(model, [(5,)], [256], max_new_tokens=16, eos_token_ids=())
     counts = Counter(token for ids in out.ids for token in ids)
-    # 4096 draws of 1000 equal tokens: each is missed with probability e^-4.1, so about 983 of them occur
+    # 4096 draws of 1000 tokens: each is missed with probability e^-4.1, so about 983 of them occur
     assert sum(counts.values()) == 4096 and 950 < len(counts) <= 1000
 
 
 def test_an_adapters_base_keeps_its_generation_config_out_as_well():
     import peft
 
-    model = uniform()
+    model = nearly_uniform()
     model.generation_config = GenerationConfig(top_k=2, do_sample=True)
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     original = model.generation_config
