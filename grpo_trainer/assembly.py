@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,31 @@ def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: Cont
         )
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty")
+    kinds: dict[bool, int] = {}
     for i in range(min(len(dataset), ROWS_CHECKED)):
         where = f"row {i} of {name}"
-        limit.check(renderer(dataset[i], where), where)
+        prompt = renderer(dataset[i], where)
+        limit.check(prompt, where)
+        kinds.setdefault(prompt.conversational, i)
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{name} mixes prompts that are strings (row {kinds[False]}) and lists of messages (row {kinds[True]}), so "
+            "a reward function would be given both kinds of completions; bring all into one form"
+        )
+
+
+def named_datasets(eval_dataset: Any) -> dict[str, Any]:
+    """The evaluation sets by the names that messages should use.
+
+    Args:
+        eval_dataset: one dataset, a mapping from name to dataset, or None.
+
+    Returns:
+        Name -> dataset.
+    """
+    if isinstance(eval_dataset, Mapping):
+        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    return {"eval_dataset": eval_dataset}
 
 
 def reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: PromptRenderer) -> RewardSet:
@@ -106,6 +129,8 @@ def _reward(function: Any, tokenizer: Any, args: GRPOConfig, renderer: PromptRen
         return function
     model, tokenizer = load_reward_model(function, tokenizer, trust_remote_code=args.trust_remote_code)
     name = _name_of(model, type(model).__name__).rstrip("/").split("/")[-1]
+    if tokenizer.chat_template is not None:  # messages read as the reward model was taught to read them
+        renderer = PromptRenderer(tokenizer, args.chat_template_kwargs)  # type: ignore[arg-type]
     return RewardModel(model.to(args.device), tokenizer, renderer.reward_text, name=name)
 
 

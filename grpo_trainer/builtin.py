@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -70,6 +71,12 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
 def is_builtin(name: object) -> bool:
     """Whether ``name`` is a string that starts with ``builtin:``.
 
+    Args:
+        name: anything.
+
+    Returns:
+        True or False.
+
     Example:
         >>> is_builtin("builtin:smollm2-135m-instruct"), is_builtin("org/model")
         (True, False)
@@ -94,11 +101,10 @@ def resolve_builtin(name: str) -> str:
         OSError: if the cache folder cannot be written (with the variable that moves it).
 
     Example:
-        >>> resolve_builtin("builtin:smollm2-135m")
+        >>> resolve_builtin("builtin:smollm2-135m")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: unknown model 'builtin:smollm2-135m'. Did you mean 'builtin:smollm2-135m-instruct'? Known: \
-builtin:smollm2-135m-instruct.
+        ValueError: unknown model 'builtin:smollm2-135m'. Did you mean 'builtin:smollm2-135m-instruct'? ...
     """
     key = name.removeprefix(PREFIX)
     if not is_builtin(name) or key not in BUILTIN_MODELS:
@@ -157,15 +163,16 @@ def _made_from(model: BuiltinModel) -> dict[str, Any]:
 
 
 def _is_complete(folder: Path, model: BuiltinModel) -> bool:
-    """Whether ``folder`` was finished, from the package version that is installed now (or any, if none is)."""
+    """Whether ``folder`` is whole, and from the package version that is installed now (or any, if none is)."""
     try:
         found = json.loads((folder / _MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        sizes = {name: (folder / name).stat().st_size for name in found["sizes"]}
+    except (OSError, ValueError, TypeError, KeyError):
         return False
     expected = _made_from(model)
     if expected["version"] is None:
         del expected["version"]
-    return isinstance(found, dict) and all(found.get(key) == value for key, value in expected.items())
+    return sizes == found["sizes"] and all(found.get(key) == value for key, value in expected.items())
 
 
 @contextlib.contextmanager
@@ -193,7 +200,8 @@ def _make(name: str, model: BuiltinModel, source: Path, target: Path) -> None:
         part.mkdir()
         _convert(source, model.file, part)
         _share_permissions(part)
-        (part / _MARKER).write_text(json.dumps(_made_from(model), indent=2) + "\n", encoding="utf-8")
+        marker = {**_made_from(model), "sizes": {file.name: file.stat().st_size for file in sorted(part.iterdir())}}
+        (part / _MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         _put_in_place(part, target, model)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -239,14 +247,15 @@ def _convert(source: Path, file: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no warnings of transformers inside the block; its settings are restored afterwards."""
+    """No progress bars and no warnings inside the block; the settings of transformers are restored afterwards."""
     from transformers.utils import logging as hf_logging
 
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        # the GGUF reader draws a bar of its own, which asks nobody; errors still come as exceptions
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -111,7 +111,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         default=None, metadata={"help": "One weight per reward function; None weighs each with 1."}
     )
     mask_truncated_completions: bool = field(
-        default=False, metadata={"help": "Leave completions cut at the limit out of the loss and of its count."}
+        default=False, metadata={"help": "Leave the tokens of completions cut at the limit out of the loss."}
     )
     use_bias_correction_kl: bool = field(
         default=True, metadata={"help": "Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."}
@@ -132,6 +132,8 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     )
 
     def __post_init__(self) -> None:
+        if self.load_best_model_at_end and getattr(self, "metric_for_best_model", None) is None:
+            self.metric_for_best_model: str | None = "eval_reward"  # there is no eval_loss
         self._settle_precision()
         self._settle_checkpointing()
         super().__post_init__()

@@ -7,6 +7,8 @@ Each is a pure function from ``functional/``, chosen by name.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +20,7 @@ from grpo_trainer.functional.aggregation import AGGREGATIONS
 from grpo_trainer.functional.kl import KL_ESTIMATORS
 from grpo_trainer.functional.losses import POLICY_LOSSES, importance_ratio
 from grpo_trainer.functional.shapes import check_shapes
-from grpo_trainer.registry import resolve, suggest
+from grpo_trainer.registry import only_accepted, resolve, suggest
 from grpo_trainer.types import AdvantageFn, AggregationFn, KLFn, PolicyLossFn, RolloutBatch
 
 
@@ -153,23 +155,30 @@ def build_objective(
         beta: weight of the KL term.
         kl_estimator: a key of ``KL_ESTIMATORS``, or ``pkg.mod:fn``.
         kl_importance_weighted: see ``Objective``.
-        **policy_loss_knobs: keyword arguments of the policy loss; None leaves its default.
+        **policy_loss_knobs: keyword arguments for the policy loss, which takes those that it has; None leaves its
+            default.
 
     Returns:
         The objective.
 
     Raises:
-        ValueError: if a name is unknown, or the policy loss has no such knob.
+        ValueError: if a name is unknown, or no policy loss has such a knob.
     """
     recipe = _choose(loss_type, LOSS_TYPES, "loss_type")
     advantage = _choose(scale_rewards, SCALE_REWARDS, "scale_rewards")
-    length = {"length": max_completion_length} if recipe.aggregation == "fixed_length" else {}
-    ddof = {} if advantage == "group_center" else {"ddof": advantage_ddof}
+    known = {name for loss in POLICY_LOSSES.values() for name in inspect.signature(loss).parameters}
+    for name in policy_loss_knobs:
+        if name not in known:
+            raise ValueError(f"no policy loss takes {name!r}.{suggest(name, sorted(known))}")
     knobs = {name: value for name, value in policy_loss_knobs.items() if value is not None}
+
+    def bound(name: str, table: Mapping[str, Callable], what: str, **available: Any) -> Callable:
+        return resolve(name, table, what, **only_accepted(resolve(name, table, what), available))
+
     return Objective(
-        advantage=resolve(advantage, ADVANTAGES, "advantage", **ddof),
-        policy_loss=resolve(recipe.policy_loss, POLICY_LOSSES, "policy loss", **knobs),
-        aggregation=resolve(recipe.aggregation, AGGREGATIONS, "aggregation", **length),
+        advantage=bound(advantage, ADVANTAGES, "advantage", ddof=advantage_ddof),
+        policy_loss=bound(recipe.policy_loss, POLICY_LOSSES, "policy loss", **knobs),
+        aggregation=bound(recipe.aggregation, AGGREGATIONS, "aggregation", length=max_completion_length),
         kl=resolve(kl_estimator, KL_ESTIMATORS, "kl_estimator"),
         beta=beta,
         kl_importance_weighted=kl_importance_weighted,

@@ -46,6 +46,26 @@ def resolve(name: str | Callable, table: Mapping[str, Callable], what: str, **kw
     return functools.partial(function, **kwargs)
 
 
+def only_accepted(function: Callable, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of some keyword arguments that a function takes.
+
+    Args:
+        function: whose signature decides.
+        kwargs: name -> value.
+
+    Returns:
+        The arguments that it takes; all of them if it takes any.
+
+    Example:
+        >>> only_accepted(sorted, {"reverse": True, "epsilon": 0.2})
+        {'reverse': True}
+    """
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return dict(kwargs)
+    return {name: value for name, value in kwargs.items() if name in parameters}
+
+
 def suggest(name: str, known: Mapping[str, Any] | list[str]) -> str:
     """``" Did you mean 'x'?"`` for the nearest known name, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1)

@@ -30,6 +30,26 @@ Gather = Callable[[Tensor], Tensor]
 """``(n, ...) on this process -> (W * n, ...) of all, by rank``; every process gives the same shape."""
 
 
+OWN_FIGURES = frozenset(
+    [
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "epoch",
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "kl",
+        "entropy",
+        "num_tokens",
+        "step_time",
+        "tokens_per_second",
+    ]
+)
+OWN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "time/", "train_", "eval_")
+"""Names that a reward function's ``log_metric`` cannot take."""
+
+
 class Reference(Protocol):
     """A frozen policy: inside the context, the module that speaks for it."""
 
@@ -190,6 +210,9 @@ class RolloutCollector:
                     trainer_state=self.trainer_state(),
                 )
             )
+        for name in log.metrics:
+            if name in OWN_FIGURES or name.startswith(OWN_PREFIXES):
+                raise ValueError(f"log_metric({name!r}, ...) would be mixed with the trainer's own figure of that name")
         return Drawn(rows=each_row, prompts=each_prompt, completions=completions, texts=texts, rewards=rewards, log=log)
 
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others

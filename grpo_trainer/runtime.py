@@ -3,7 +3,7 @@
 Two settings decide how fast a training step on a CPU is, and neither is right by default:
 
 - glibc gives a large tensor's memory back to the kernel as soon as it is freed, and the next tensor pays for every
-  page again. Kept in the process, the same memory is reused.
+  page again. Kept in the process, the same memory is reused (``HeapWatch`` bounds how much is kept).
 - Threads beyond the processor share that this process really has (cores, affinity, container quota, other ranks)
   wait for each other.
 """
@@ -31,6 +31,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _CPU_TOPOLOGY = Path("/sys/devices/system/cpu")
 
 _said: set[str] = set()
+_keeps_memory = False  # whether this module told glibc so
 
 
 def prepare_cpu(threads: int | None = None) -> list[str]:
@@ -79,6 +80,49 @@ def cpu_has_fast_bf16() -> bool:
         return False
 
 
+class HeapWatch:
+    """Bounds the memory of a process whose freed memory is kept: call ``step`` after each optimizer step.
+
+    Tensors of ever new sizes do not fit the holes that earlier ones left, so a heap that is never given back grows.
+    When the process holds more than ``slack`` times what one step needs, everything unused is given back at once; the
+    next step pays for its pages again, and what it then holds is the new measure of need.
+
+    Args:
+        slack: most resident memory, as a multiple of what a step needs.
+    """
+
+    def __init__(self, slack: float = 1.5) -> None:
+        self._slack = slack
+        self._need = 0
+        self._measure_next = True
+
+    def step(self) -> bool:
+        """Give unused memory back if too much is held.
+
+        Returns:
+            Whether it was given back; never where ``prepare_cpu`` did not set the allocator.
+        """
+        if not _keeps_memory:
+            return False
+        held = _rss_bytes()
+        if self._measure_next:
+            self._need = max(self._need, held)
+            self._measure_next = False
+        elif held > self._slack * self._need:
+            ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+            self._measure_next = True
+        return self._measure_next
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process now; 0 where there is no /proc."""
+    try:
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def peak_rss_bytes() -> int:
     """The most memory, in bytes, that this process ever held resident.
 
@@ -104,6 +148,7 @@ def peak_rss_bytes() -> int:
 
 def _keep_memory() -> str:
     """Tell glibc to keep freed memory; the sentence says so, or is empty where there is nothing to tell."""
+    global _keeps_memory
     set_already = [name for name in os.environ if name.startswith("MALLOC_")]
     if "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         set_already.append("GLIBC_TUNABLES")
@@ -118,7 +163,8 @@ def _keep_memory() -> str:
         return ""
     if not all(done):
         return "glibc refused to keep freed memory in the process; a step will spend time in page faults"
-    return "glibc keeps freed memory in the process, so that large tensors reuse it (resident memory stays at its peak)"
+    _keeps_memory = True
+    return "glibc keeps freed memory in the process, so that large tensors reuse it"
 
 
 def _is_glibc() -> bool:

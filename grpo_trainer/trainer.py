@@ -24,6 +24,7 @@ from transformers.utils import logging
 from grpo_trainer.assembly import (
     check_args,
     check_dataset,
+    named_datasets,
     objective_of,
     refuse_not_yet,
     report_callbacks,
@@ -110,7 +111,12 @@ class GRPOTrainer(Trainer):
             for note in prepare_cpu(args.cpu_threads):
                 logger.info(note)
         set_seed(args.seed)  # before loading: an adapter's first weights are random
-        tokenizer = load_tokenizer(processing_class, model, trust_remote_code=args.trust_remote_code)
+        tokenizer = load_tokenizer(
+            processing_class,
+            model,
+            trust_remote_code=args.trust_remote_code,
+            revision=(args.model_init_kwargs or {}).get("revision"),  # type: ignore[union-attr]
+        )
         renderer = PromptRenderer(tokenizer, args.chat_template_kwargs)  # type: ignore[arg-type]
         handed_in_as_peft = is_peft(model)
         policy = load_policy(
@@ -125,6 +131,8 @@ class GRPOTrainer(Trainer):
             disable_dropout(policy)
         limit = ContextLimit(context=max_context(policy), max_completion_length=args.max_completion_length or 1)
         check_dataset("train_dataset", train_dataset, renderer, limit)
+        for name, dataset in named_datasets(eval_dataset).items():
+            check_dataset(name, dataset, renderer, limit)
         rewards = reward_set(reward_funcs, reward_processing_classes, args, renderer)
         super().__init__(
             model=policy,
@@ -192,6 +200,7 @@ class GRPOTrainer(Trainer):
         """
         if self.train_dataset is None:
             raise ValueError("train() needs a train_dataset, and none was given")
+        self._pending.clear()  # of an earlier call of train()
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         shuffle = bool(self.args.shuffle_dataset)
         return RolloutLoader(RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed))
@@ -324,7 +333,12 @@ class GRPOTrainer(Trainer):
 
         Returns:
             The completions and rewards, the same on every process.
+
+        Raises:
+            ValueError: if the dataset is empty, or a prompt or a reward is not legal.
         """
+        if len(dataset) == 0:
+            raise ValueError("the dataset is empty, so there is nothing to complete")
         share = self.plan.per_device_train_batch_size * self.plan.steps_per_generation
         return sample(
             self.collector,
@@ -413,7 +427,7 @@ class GRPOTrainer(Trainer):
                 f"{figures['completions/clipped_ratio']:.0%} of the completions were cut at max_completion_length="
                 f"{self.args.max_completion_length}: raise it, or the policy never sees the end of what it says.",
             )
-        if figures.get("frac_reward_zero_std") == 1.0:
+        if figures.get("frac_reward_zero_std") == 1.0 and "reward" in figures:
             self._warn_once(
                 "silent",
                 "every group's rewards were equal, so there was nothing to learn from: the reward may never be met or "

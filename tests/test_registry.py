@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from grpo_trainer.registry import resolve, suggest
+from grpo_trainer.registry import only_accepted, resolve, suggest
 
 
 def power(base, *, exponent=2, scale=1):
@@ -63,6 +63,13 @@ def test_a_path_that_cannot_be_imported_is_refused_by_name(name):
 def test_a_path_to_something_that_cannot_be_called_is_refused():
     with pytest.raises(ValueError, match="loss 'math:pi' is a float, not a function"):
         resolve("math:pi", TABLE, "loss")
+
+
+def test_a_function_is_offered_much_and_takes_what_it_has():
+    offered = {"exponent": 3, "temperature": 1}
+    assert only_accepted(power, offered) == {"exponent": 3}
+    assert only_accepted(takes_anything, offered) == offered
+    assert only_accepted(lambda base: base, offered) == {}
 
 
 def test_a_suggestion_is_made_only_where_one_is_near():

@@ -143,6 +143,16 @@ def test_what_reward_functions_log_is_averaged(collector):
     assert reduced(built)["accuracy"] == 0.75
 
 
+@pytest.mark.parametrize("name", ["reward", "kl", "loss", "rewards/score/mean", "completions/mean_length", "eval_x"])
+def test_a_reward_function_cannot_log_under_a_name_of_the_trainers(collector, name):
+    def reward(log_metric, **kwargs):
+        log_metric(name, 0.5)
+        return [0, 1, 2, 3]
+
+    with pytest.raises(ValueError, match=rf"log_metric\('{name}', ...\)"):
+        collect(collector(reward))
+
+
 def test_the_seconds_of_each_part_are_there_once_steps_are_counted(collector):
     built = collector()
     collect(built)

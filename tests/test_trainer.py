@@ -565,3 +565,76 @@ def test_a_template_is_needed_for_messages(tmp_path):
     rows = [{"prompt": [{"role": "user", "content": "a"}]}]
     with pytest.raises(ValueError, match="no chat template"):
         make(tmp_path, rows=rows, tokenizer=tokenizer)
+
+
+def test_strings_and_messages_in_one_dataset_are_refused(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}]
+    with pytest.raises(ValueError, match=r"mixes prompts that are strings \(row 0\) and lists of messages \(row 1\)"):
+        GRPOTrainer(
+            tiny_llama(),
+            length_reward,
+            GRPOConfig(str(tmp_path), report_to="none"),
+            rows,
+            processing_class=tiny_tokenizer(),
+        )
+
+
+def test_an_evaluation_set_is_checked_when_the_trainer_is_made(tmp_path):
+    with pytest.raises(ValueError, match=r"row 0 of eval_dataset\['hard'\] has no column 'prompt'"):
+        make(
+            tmp_path, eval_dataset={"easy": Dataset.from_list([{"prompt": "a"}]), "hard": Dataset.from_list([{"q": 1}])}
+        )
+
+
+def test_training_again_does_not_use_what_an_earlier_training_left(tmp_path):
+    """Stopped in the middle of a rollout of 4 passes; the next training begins with a rollout of its own."""
+    trainer = make(tmp_path, num_iterations=4, max_steps=2)
+    trainer.train()
+    generator = Scripted((5, 6), (7,))
+    trainer.collector.generator = generator
+    trainer.train()
+    assert generator.calls == 1
+
+
+def test_a_figure_of_the_trainers_own_name_is_refused(tmp_path):
+    def reward(completions, log_metric, **_):
+        log_metric("reward", 400.0)
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="log_metric\\('reward', ...\\)"):
+        make(tmp_path, reward=reward).train()
+
+
+def test_a_reward_model_reads_messages_in_its_own_template(tmp_path):
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    judge = tiny_tokenizer()
+    judge.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    seen = []
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_labels=1,
+        pad_token_id=2,
+    )
+    model = LlamaForSequenceClassification(config)
+    model.register_forward_pre_hook(lambda m, a, k: seen.append(judge.decode(k["input_ids"][0])), with_kwargs=True)
+    args = GRPOConfig(
+        str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+    )
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "hi"}]}])
+    GRPOTrainer(
+        tiny_llama(), model, args, rows, processing_class=tiny_tokenizer(), reward_processing_classes=judge
+    ).train()
+    assert seen[0].startswith("[user]hi[assistant]")

@@ -66,6 +66,13 @@ class HFGenerator:
         return _cut(out[:, ids.shape[1] :].tolist(), sampling.eos_token_ids)
 
 
+_NOT_EXTRA = {
+    "stop_strings": "completions end with an end-of-sequence token or at max_completion_length",
+    "num_return_sequences": "num_generations says how many completions a prompt has",
+    "return_dict_in_generate": "the ids are what is used",
+}
+
+
 def check_extra(extra: Mapping[str, Any]) -> None:
     """Checks that every further argument is one that ``generate`` of transformers knows.
 
@@ -73,10 +80,12 @@ def check_extra(extra: Mapping[str, Any]) -> None:
         extra: name -> value.
 
     Raises:
-        ValueError: if one is unknown.
+        ValueError: if one is unknown, or would change what comes back.
     """
     known = vars(GenerationConfig())
     for name in extra:
+        if name in _NOT_EXTRA:
+            raise ValueError(f"generation_kwargs: {name!r} is not supported: {_NOT_EXTRA[name]}")
         if name not in known or name.startswith("_"):
             raise ValueError(f"generation_kwargs: {name!r} is no field of GenerationConfig.{suggest(name, known)}")
 

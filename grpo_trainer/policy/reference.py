@@ -1,14 +1,15 @@
 """The reference policy: what the policy was when it was handed in, frozen.
 
 Which of three ways keeps it depends on what is trained. A full model is copied. An adapter that starts out as a zero
-is switched off. An adapter that has been trained before is remembered: its tensors, a few megabytes, are put in place
-of the current ones for the time of the pass.
+is switched off. Any other adapter is remembered: its tensors, a few megabytes, are put in place of the current ones
+for the time of the pass.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,8 +47,14 @@ class AdapterOff:
     @contextlib.contextmanager
     def activate(self) -> Iterator[nn.Module]:
         """Yields the model in eval mode with its adapter off; on and as before afterwards."""
-        with eval_mode(self._model), self._model.disable_adapter():
-            yield self._model
+        # switching an adapter on makes all of it trainable, also what was frozen
+        trained = [(parameter, parameter.requires_grad) for parameter in self._model.parameters()]
+        try:
+            with eval_mode(self._model), self._model.disable_adapter():
+                yield self._model
+        finally:
+            for parameter, flag in trained:
+                parameter.requires_grad_(flag)
 
 
 class AdapterSnapshot:
@@ -86,6 +93,23 @@ def make_reference(model: nn.Module, *, handed_in_as_peft: bool) -> FrozenCopy |
     Returns:
         The reference.
     """
-    if handed_in_as_peft:
-        return AdapterSnapshot(model)
-    return AdapterOff(model) if hasattr(model, "disable_adapter") else FrozenCopy(model)
+    if not hasattr(model, "disable_adapter"):
+        return FrozenCopy(model)
+    return AdapterSnapshot(model) if handed_in_as_peft or not _adds_nothing(model) else AdapterOff(model)
+
+
+def _adds_nothing(model: nn.Module) -> bool:
+    """Whether a new adapter leaves the model's output as it was: LoRA with one of its two factors zero everywhere.
+
+    Some ways to start an adapter (PiSSA, LoftQ, random) change the model or its output at once, so that the model
+    without the adapter is not what was handed in.
+    """
+    factor = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!.*\.bias$)")
+    zero: dict[str, bool] = {}
+    for name, parameter in model.named_parameters():
+        # a layer trained as a whole starts as a copy of the one below, and a magnitude as the norm of its weight
+        if not parameter.requires_grad or ".modules_to_save." in name or ".lora_magnitude_vector." in name:
+            continue
+        pair = factor.sub(".lora.", name)
+        zero[pair] = zero.get(pair, False) or not bool(parameter.detach().any())
+    return all(zero.values())

@@ -158,6 +158,12 @@ class RewardSet:
 def reward_name(function: RewardFn) -> str:
     """The name under which a function's figures are logged: its own, its wrapped function's, or its class's.
 
+    Args:
+        function: a function, a partial of one, or a callable object.
+
+    Returns:
+        The name.
+
     Example:
         >>> import functools
         >>> def correct(completions, scale): ...

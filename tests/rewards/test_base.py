@@ -207,7 +207,7 @@ def test_none_says_that_the_reward_does_not_apply(values):
         ([1.0], r"\[1\.0\] \(list\), which is not a number"),
         (torch.tensor([1.0, 2.0]), r"\(Tensor\), which is not a number"),
         (np.array([1, 2]), r"\(ndarray\), which is not a number"),
-        (object(), r"\(object\), which is not a number"),
+        pytest.param(object(), r"\(object\), which is not a number", id="object"),
     ],
     ids=repr,
 )
