@@ -25,7 +25,7 @@ SETUP := pyproject.toml $(CONSTRAINTS) Makefile
 # Nothing here asks a model hub or a tracking service.
 export HF_HUB_OFFLINE := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
-export WANDB_MODE := offline
+test slow: export WANDB_MODE := offline
 
 help:  ## this list
 	@sed -n 's/^#   /  /p' Makefile

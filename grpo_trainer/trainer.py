@@ -249,7 +249,7 @@ class GRPOTrainer(Trainer):
         items = torch.zeros((), device=device)
         for batch in window:
             items = items + self.objective.items(batch)
-        return [{"batch": batch} for batch in window], self.accelerator.reduce(items, reduction="sum").clamp(min=1)
+        return [{"batch": batch} for batch in window], _divisor(self.accelerator.reduce(items, reduction="sum"))
 
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
@@ -290,7 +290,7 @@ class GRPOTrainer(Trainer):
         scores = completion_logprobs(model, batch, temperature=self.args.temperature, with_entropy=True)
         total, stats = self.objective(scores.logprobs, batch)
         if num_items_in_batch is None:
-            num_items_in_batch = self.objective.items(batch).clamp(min=1)
+            num_items_in_batch = _divisor(self.objective.items(batch))
         assert scores.entropy is not None
         self._count({**stats, "entropy": masked_sum(scores.entropy, batch.mask)})
         # data-parallel wrappers average gradients over processes; the objective is a sum over them
@@ -456,6 +456,11 @@ class _StepClock(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Closes the step."""
         self._end_step()
+
+
+def _divisor(items: Tensor) -> Tensor:
+    """Z, or 1 where nothing was counted: the sum that it divides is then 0."""
+    return torch.where(items == 0, 1.0, items)
 
 
 def _as_is(batch: Sequence[Any]) -> Sequence[Any]:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
+import itertools
 import logging
+import types
 from typing import Any
 
 from torch import nn
 
 logger = logging.getLogger(__name__)
+
+# Base classes of every architecture, whose checks read configurations too.
+_NO_ARCHITECTURE = ("torch.", "transformers.modeling_utils", "transformers.generation", "transformers.integrations")
 
 
 def is_peft(model: Any) -> bool:
@@ -74,15 +81,22 @@ def _is_dropout(name: str) -> bool:
 
 
 def _read_from_config(module: nn.Module) -> list[str]:
-    """The dropouts that a module's code looks up in its configuration, other than when it is built."""
+    """The dropouts above 0 that a module's code reads as ``self.config.<name>``, other than when it is built."""
     config = getattr(module, "config", None)
     names: set[str] = set()
     for kind in type(module).__mro__ if config is not None else ():
-        methods = [] if kind.__module__.startswith("torch.") else [m for k, m in vars(kind).items() if k != "__init__"]
-        for method in methods:
+        if kind.__module__.startswith(_NO_ARCHITECTURE):
+            continue
+        for name, method in vars(kind).items():
             code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
-            if code is not None and "config" in code.co_names:
-                names.update(filter(_is_dropout, code.co_names))
-    return [
-        name for name in sorted(names) if isinstance(getattr(config, name, None), float) and not hasattr(module, name)
-    ]
+            if code is not None and name != "__init__":
+                names.update(_attributes_of_config(code))
+    values = {name: getattr(config, name, None) for name in filter(_is_dropout, names)}
+    return [name for name, value in values.items() if isinstance(value, float) and value > 0]
+
+
+@functools.cache
+def _attributes_of_config(code: types.CodeType) -> frozenset[str]:
+    """Every ``x`` of which the code says ``….config.x``."""
+    read = [i.argval if i.opname.startswith("LOAD_ATTR") else None for i in dis.get_instructions(code)]
+    return frozenset(after for before, after in itertools.pairwise(read) if before == "config" and after)

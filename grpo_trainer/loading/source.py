@@ -53,6 +53,7 @@ def fetch(loader: Any, name: str, what: str, **options: Any) -> Any:
 
     Raises:
         OSError: if the folder does not hold it, or the hub does not or cannot be reached.
+        ValueError: if the folder holds something else.
     """
     place = folder_of(name, what)
     try:
@@ -64,6 +65,10 @@ def fetch(loader: Any, name: str, what: str, **options: Any) -> Any:
             f"{what} {name!r} is neither a folder here nor could it be fetched from the model hub: "
             f"{_first_line(error)} Give a folder, a hub name (owner/name) or builtin:…"
         ) from error
+    except ValueError as error:
+        if Path(place).is_dir() and not (Path(place) / "config.json").is_file():
+            raise ValueError(f"{what} {name!r}: that folder holds no config.json") from error
+        raise
 
 
 def _architecture_of(name: str, settings: dict[str, Any]) -> Any:

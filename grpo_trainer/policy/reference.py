@@ -104,7 +104,7 @@ def _adds_nothing(model: nn.Module) -> bool:
     Some ways to start an adapter (PiSSA, LoftQ, random) change the model or its output at once, so that the model
     without the adapter is not what was handed in.
     """
-    factor = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!.*\.bias$)")
+    factor = re.compile(r"\.lora_(?:embedding_)?[AB]\.")
     zero: dict[str, bool] = {}
     for name, parameter in model.named_parameters():
         # a layer trained as a whole starts as a copy of the one below, and a magnitude as the norm of its weight
