@@ -184,10 +184,15 @@ def dataclasses_replace(obj, **changes):
 
 
 def test_gradients_are_the_same_with_and_without_checkpointing_also_with_an_adapter(tmp_path):
+    def varied(completion_ids, **_):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
     for adapter in (None, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")):
         norms = []
         for checkpointing in (True, False):
-            trainer = make(tmp_path, gradient_checkpointing=checkpointing, peft_config=adapter, max_grad_norm=0.0)
+            trainer = make(
+                tmp_path, varied, gradient_checkpointing=checkpointing, peft_config=adapter, max_grad_norm=0.0
+            )
             if adapter is not None:
                 for name, parameter in trainer.model.named_parameters():
                     if "lora_B" in name:
