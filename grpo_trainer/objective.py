@@ -7,6 +7,7 @@ Each is a pure function from ``functional/``, chosen by name.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -84,6 +85,26 @@ class Objective:
         """What the batch adds to Z, the normaliser of the optimizer step: ()."""
         return self.aggregation(batch.mask)[1]
 
+    def without_silent_rows(self, batch: RolloutBatch) -> RolloutBatch:
+        """The rows that carry a gradient, with the weights that they have among all rows.
+
+        A completion whose advantage is 0, and one without a token, adds exactly 0 to loss and gradient as long as
+        there is no KL term. What it adds to Z has to be asked before: ``items`` is about all rows.
+
+        Args:
+            batch: B rows.
+
+        Returns:
+            Those rows; all if there is a KL term; one row if none carries a gradient, so that there is something to
+            run a backward pass on.
+        """
+        advantages = batch.advantages.tolist()
+        live = [i for i, length in enumerate(batch.lengths) if length and advantages[i]]
+        if self.beta or len(live) == len(batch) or not len(batch):
+            return batch
+        weighted = dataclasses.replace(batch, token_weights=self.aggregation(batch.mask)[0])
+        return weighted.select(live or [min(range(len(batch)), key=batch.lengths.__getitem__)])
+
     def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> ObjectiveOutput:
         """The loss of one micro-batch, as a sum yet to be divided by Z.
 
@@ -116,7 +137,7 @@ class Objective:
                 kl = kl * importance_ratio(logprobs, old)
             loss = loss + self.beta * kl
             stats["kl"] = kl.detach()
-        weights, _ = self.aggregation(mask)
+        weights = self.aggregation(mask)[0] if batch.token_weights is None else batch.token_weights
         total = torch.where(mask, loss * weights, 0.0).sum()
         return ObjectiveOutput(total, {name: masked_sum(value, mask) for name, value in stats.items()})
 

@@ -249,7 +249,22 @@ class GRPOTrainer(Trainer):
         items = torch.zeros((), device=device)
         for batch in window:
             items = items + self.objective.items(batch)
-        return [{"batch": batch} for batch in window], _divisor(self.accelerator.reduce(items, reduction="sum"))
+        micro_batches = [{"batch": self._live(batch)} for batch in window]
+        return micro_batches, _divisor(self.accelerator.reduce(items, reduction="sum"))
+
+    def _live(self, batch: RolloutBatch) -> RolloutBatch:
+        """What has to be computed of a micro-batch: exactly, without the rows that carry no gradient.
+
+        A batch with old log-probs is computed whole: in another rectangle, equal weights would give log-probs that
+        differ in the last bits, and the ratio would not be 1.
+        """
+        if batch.old_logprobs is not None:
+            return batch
+        live = self.objective.without_silent_rows(batch)
+        silent = batch.mask.sum() - live.mask.sum()
+        for name in ("low", "high", "region"):  # a token without advantage is never clipped, and counts
+            self.metrics.add(f"clip_ratio/{name}_mean", 0.0, silent)
+        return live
 
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""

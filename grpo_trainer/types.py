@@ -129,6 +129,8 @@ class RolloutBatch:
         old_logprobs: (B, T) float32 under the sampling policy, 0 beyond a row's length; None: the sampling policy
             is the current policy, so that the importance ratio is exactly 1.
         ref_logprobs: (B, T) float32 under the reference policy; None: the objective has no KL term.
+        token_weights: (B, T) float32, what each token's loss is multiplied by before it is summed; None: what the
+            aggregation makes of ``mask``. Set where rows have been left out that the weights depend on.
     """
 
     prompt_ids: tuple[Tensor, ...]
@@ -139,6 +141,7 @@ class RolloutBatch:
     advantages: Tensor
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    token_weights: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -177,6 +180,7 @@ class RolloutBatch:
             advantages=self.advantages.index_select(0, index),
             old_logprobs=None if self.old_logprobs is None else cut(self.old_logprobs),
             ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
+            token_weights=None if self.token_weights is None else cut(self.token_weights),
         )
 
     def to(self, device: torch.device | str) -> RolloutBatch:

@@ -324,3 +324,51 @@ def test_an_unknown_name_is_refused_with_the_legal_ones(knobs, message):
 def test_log_probs_of_another_shape_than_the_batch_are_refused():
     with pytest.raises(ValueError, match=r"logprobs \(2, 3\), mask \(2, 4\)"):
         build()(torch.zeros(2, 3), rows_of(2, 4))
+
+
+# --- rows without a gradient ------------------------------------------------------------------------------------------
+
+
+def silent_and_live():
+    """Rows 0 and 2 have no advantage, row 3 has no token; rows 1 and 4 carry the gradient."""
+    lengths = (3, 2, 4, 0, 1)
+    within = torch.arange(4) < torch.tensor(lengths)[:, None]
+    return RolloutBatch(
+        prompt_ids=(torch.tensor([5]), torch.tensor([6, 7])),
+        prompt_of_row=(0, 0, 1, 1, 1),
+        lengths=lengths,
+        completion_ids=torch.full((5, 4), 9) * within,
+        mask=within,
+        advantages=torch.tensor([0.0, 1.5, 0.0, 2.0, -1.0]),
+    )
+
+
+# w among all five rows: dapo 1 for each token; grpo 1/2 and 1/1; dr_grpo 1/8; bnpo 1/10 of the ten tokens
+@pytest.mark.parametrize(
+    ("loss_type", "weights"),
+    [("dapo", [1, 1, 1]), ("grpo", [1 / 2, 1 / 2, 1]), ("dr_grpo", [1 / 8] * 3), ("bnpo", [1 / 10] * 3)],
+)
+def test_rows_that_carry_a_gradient_keep_the_weights_that_they_have_among_all_rows(loss_type, weights):
+    objective = build_objective(loss_type=loss_type, scale_rewards="group", max_completion_length=8)
+    whole = silent_and_live()
+    live = objective.without_silent_rows(whole)
+    assert live.lengths == (2, 1) and live.advantages.tolist() == [1.5, -1.0]
+    assert live.token_weights[live.mask].tolist() == pytest.approx(weights)
+    logprobs = torch.zeros(5, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(objective(logprobs, whole).loss, logprobs)
+    logprobs = torch.zeros(2, 2, requires_grad=True)
+    (got,) = torch.autograd.grad(objective(logprobs, live).loss, logprobs)
+    assert torch.allclose(got, expected[[1, 4], :2])
+    assert not expected[[0, 2, 3]].any()
+
+
+def test_every_row_is_needed_where_there_is_a_kl_term():
+    objective = build_objective(loss_type="dapo", scale_rewards="group", max_completion_length=8, beta=0.1)
+    batch = silent_and_live()
+    assert objective.without_silent_rows(batch) is batch
+
+
+def test_one_row_is_left_where_none_carries_a_gradient():
+    objective = build_objective(loss_type="dapo", scale_rewards="group", max_completion_length=8)
+    batch = replace(silent_and_live(), advantages=torch.zeros(5))
+    assert objective.without_silent_rows(batch).lengths == (0,)

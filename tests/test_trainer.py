@@ -11,7 +11,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.types import Completions
@@ -643,3 +643,36 @@ def test_a_reward_model_reads_messages_in_its_own_template(tmp_path):
         tiny_llama(), model, args, rows, processing_class=tiny_tokenizer(), reward_processing_classes=judge
     ).train()
     assert seen[0].startswith("[user]hi[assistant]")
+
+
+def test_rows_without_a_gradient_are_not_computed_and_the_gradient_is_the_same(tmp_path):
+    """One group of two has no spread. With a KL weight of 1e-12 every row is computed; without, half at most."""
+
+    def reward(prompts, completion_ids, **_):
+        return [
+            float(sum(ids) % 7) if prompt == PROMPTS[0]["prompt"] else 1.0
+            for prompt, ids in zip(prompts, completion_ids, strict=True)
+        ]
+
+    gradients, rows = [], []
+    for beta in (0.0, 1e-12):
+        trainer = make(tmp_path, reward, rows=PROMPTS[:2], beta=beta, max_steps=1, max_grad_norm=0.0)
+        recorder = []
+        trainer.model.register_forward_pre_hook(
+            lambda m, a, k, seen=recorder: seen.append(len(k["input_ids"])) if torch.is_grad_enabled() else None,
+            with_kwargs=True,
+        )
+        inner = []
+
+        class Gradients(TrainerCallback):
+            def on_pre_optimizer_step(self, args, state, control, model=None, into=inner, **kwargs):
+                into.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+
+        trainer.add_callback(Gradients())
+        trainer.train()
+        gradients.append(inner[0])
+        rows.append(recorder[0])
+    assert 1 <= rows[0] <= 4  # a reward at the very mean of its group carries no gradient either
+    assert rows[1] == 8
+    assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
+    assert gradients[1].norm() > 0
