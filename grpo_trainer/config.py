@@ -132,7 +132,11 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     )
 
     def __post_init__(self) -> None:
-        if self.load_best_model_at_end and getattr(self, "metric_for_best_model", None) is None:
+        by_metric = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) in (
+            "reduce_lr_on_plateau",
+            "greedy",
+        )
+        if (self.load_best_model_at_end or by_metric) and getattr(self, "metric_for_best_model", None) is None:
             self.metric_for_best_model: str | None = "eval_reward"  # there is no eval_loss
         self._settle_precision()
         self._settle_checkpointing()
@@ -225,10 +229,14 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
 
     def _settle_batches(self) -> None:
         per_step = self.per_device_train_batch_size * self.world_size
-        if self.generation_batch_size is not None and self.steps_per_generation is not None:
+        if (
+            self.generation_batch_size is not None
+            and self.steps_per_generation is not None
+            and self.generation_batch_size != per_step * self.steps_per_generation  # a copy of a settled one has both
+        ):
             raise ValueError(
                 f"generation_batch_size={self.generation_batch_size} and steps_per_generation="
-                f"{self.steps_per_generation} say the same thing; give one of them"
+                f"{self.steps_per_generation} (x {per_step} a step) say different things; give one of them"
             )
         if self.generation_batch_size is not None:
             if self.generation_batch_size < 1 or self.generation_batch_size % per_step:

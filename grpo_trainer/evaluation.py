@@ -64,6 +64,10 @@ def sample(
 
     Returns:
         The completions and rewards, the same on every process.
+
+    Raises:
+        ValueError: if a prompt or a reward is not legal.
+        RuntimeError: if another process failed.
     """
     collector = dataclasses.replace(collector, metrics=MetricStore())
     sampling = collector.sampling
@@ -71,11 +75,22 @@ def sample(
         sampling = dataclasses.replace(sampling, temperature=temperature)
     chunks = [rows[i : i + rows_at_once] for i in range(0, len(rows), rows_at_once)]
     parts: list[Any] = []
-    for k in range(rank, len(chunks), world_size):
-        counts = [num_generations] * len(chunks[k])
-        drawn = collector.draw(chunks[k], counts, seed=combine_seed(seed, k), sampling=sampling)
-        parts.append((k, drawn.rewards, _facts(drawn), drawn.texts))
-    parts = sorted(gather_object(parts) if gather_object else parts, key=lambda part: part[0])
+    failure: Exception | None = None
+    try:
+        for k in range(rank, len(chunks), world_size):
+            counts = [num_generations] * len(chunks[k])
+            drawn = collector.draw(chunks[k], counts, seed=combine_seed(seed, k), sampling=sampling)
+            parts.append((k, drawn.rewards, _facts(drawn), drawn.texts))
+    except Exception as error:
+        failure = error
+    # every process comes here, also one that failed: the others learn of it instead of waiting
+    everyone = gather_object([(failure is not None, parts)]) if gather_object else [(failure is not None, parts)]
+    if failure is not None:
+        raise failure
+    failed = [r for r, (bad, _) in enumerate(everyone) if bad]
+    if failed:
+        raise RuntimeError(f"process {failed[0]} failed while drawing completions; its own message says why")
+    parts = sorted((part for _, some in everyone for part in some), key=lambda part: part[0])
     rewards, facts = (torch.cat([part[i] for part in parts]) for i in (1, 2))  # (P * G, R), (P * G, 3)
     texts = [text for part in parts for text in part[3]]
     totals = collector.rewards.combine(rewards).view(len(rows), num_generations)

@@ -6,6 +6,7 @@ communicated before it is logged. A mean is therefore weighted by what it is a m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,10 @@ class MetricStore:
         """Keeps the last value given; it should be the same on all processes."""
         self._latest[name] = value
 
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._means, self._extremes, self._latest = {}, {}, {}
+
     def reduce(self, gather_object: GatherObject | None = None) -> dict[str, float]:
         """All figures over all processes, and an empty store.
 
@@ -71,7 +76,7 @@ class MetricStore:
         extremes = {k: v.item() for k, v in self._extremes.items()}
         mine = [(means, extremes, self._latest)]
         everyone = gather_object(mine) if gather_object else mine
-        self._means, self._extremes, self._latest = {}, {}, {}
+        self.clear()
         return _merge(everyone)
 
 
@@ -87,17 +92,20 @@ def _merge(everyone: list[tuple[dict, dict, dict]]) -> dict[str, float]:
             best[key] = {"max": max, "min": min}[key[1]](best.get(key, value), value)
         out.update(latest)
     out.update({name: total / count for name, (total, count) in sums.items() if count})
-    out.update({name: value for (name, _), value in best.items()})
+    out.update({name: value for (name, _), value in best.items() if math.isfinite(value)})
     return out
 
 
 def _to_host(means: dict[str, tuple[Tensor, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
-    """All figures in one transfer."""
-    if not means:
-        return {}
-    device = next((t.device for t, _ in means.values() if t.device.type != "cpu"), torch.device("cpu"))
-    stacked = torch.stack([torch.stack([t.to(device), c.to(device)]) for t, c in means.values()]).cpu()
-    return {name: (row[0], row[1]) for name, row in zip(means, stacked, strict=True)}
+    """The figures of a device in one transfer."""
+    moved: dict[str, tuple[Tensor, Tensor]] = {}
+    for device in {part.device for pair in means.values() for part in pair}:
+        names = [(name, i) for name, pair in means.items() for i in (0, 1) if pair[i].device == device]
+        stacked = torch.stack([means[name][i] for name, i in names]).cpu()
+        for (name, i), value in zip(names, stacked, strict=True):
+            pair = moved.get(name, means[name])
+            moved[name] = (value, pair[1]) if i == 0 else (pair[0], value)
+    return moved
 
 
 def _double(value: Figure) -> Tensor:

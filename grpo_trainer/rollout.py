@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -138,11 +138,11 @@ class RolloutCollector:
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     trainer_state: Callable[[], Any] = lambda: None
 
-    def collect(self, rows: Sequence[Row], num_samples: Sequence[int], *, seed: int) -> Rollout:
+    def collect(self, rows: Iterable[Row], num_samples: Sequence[int], *, seed: int) -> Rollout:
         """One rollout.
 
         Args:
-            rows: the dataset rows that this process completes.
+            rows: the dataset rows that this process completes; read here, so that a failure to is told to all.
             num_samples: for each how many completions; the groups of all processes together are whole.
             seed: of this process's random numbers.
 
@@ -170,7 +170,7 @@ class RolloutCollector:
         )
 
     def draw(
-        self, rows: Sequence[Row], num_samples: Sequence[int], *, seed: int, sampling: SamplingParams | None = None
+        self, rows: Iterable[Row], num_samples: Sequence[int], *, seed: int, sampling: SamplingParams | None = None
     ) -> Drawn:
         """Completions and their rewards, without credit: what an evaluation needs.
 
@@ -186,6 +186,7 @@ class RolloutCollector:
         Raises:
             ValueError: if a prompt or a reward is not legal.
         """
+        rows = list(rows)
         prompts = [self.renderer(row, f"row {i} of the rollout") for i, row in enumerate(rows)]
         for i, prompt in enumerate(prompts):
             self.limit.check(prompt, f"row {i} of the rollout")
@@ -218,7 +219,7 @@ class RolloutCollector:
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others
     # in the very tensor that they exchange anyway.
     def _try_draw(
-        self, rows: Sequence[Row], num_samples: Sequence[int], seed: int
+        self, rows: Iterable[Row], num_samples: Sequence[int], seed: int
     ) -> tuple[Drawn | None, Exception | None]:
         try:
             return self.draw(rows, num_samples, seed=seed), None
@@ -274,6 +275,9 @@ class RolloutCollector:
                 batch = replace(batch, old_logprobs=self._logprobs(policy, batch))
         if self.reference is not None:
             with self.reference.activate() as model:
+                device = batch.completion_ids.device
+                if next(model.parameters()).device != device:  # placed later than the reference was made
+                    model.to(device)
                 batch = replace(batch, ref_logprobs=self._logprobs(model, batch))
         return batch
 

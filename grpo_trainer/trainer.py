@@ -42,7 +42,7 @@ from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import completion_logprobs
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
-from grpo_trainer.runtime import prepare_cpu
+from grpo_trainer.runtime import HeapWatch, prepare_cpu
 from grpo_trainer.sampler import RolloutLoader, RolloutSampler, Ticket
 from grpo_trainer.types import RolloutBatch
 
@@ -144,6 +144,11 @@ class GRPOTrainer(Trainer):
             callbacks=[*(callbacks or []), *report_callbacks(args)],
             optimizers=optimizers,
         )
+        if self.is_fsdp_enabled or self._zero_stage() == 3 or self.get_tp_size() > 1:
+            raise ValueError(
+                "a model whose weights are spread over processes (FSDP, DeepSpeed ZeRO-3, tensor parallel) is not "
+                "supported yet: completions are drawn by the whole model on every process. Use data parallel or ZeRO-2"
+            )
         if args.n_gpu > 1:
             raise ValueError(
                 f"{args.n_gpu} GPUs are visible to one process, which would split groups over replicas. Start one "
@@ -156,8 +161,13 @@ class GRPOTrainer(Trainer):
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
         self._warned: set[str] = set()
+        self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
+
+    def _zero_stage(self) -> int:
+        plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        return plugin.zero_stage if plugin is not None else 0
 
     def _build_collector(
         self, renderer: PromptRenderer, limit: ContextLimit, rewards: RewardSet, handed_in_as_peft: bool
@@ -200,7 +210,9 @@ class GRPOTrainer(Trainer):
         """
         if self.train_dataset is None:
             raise ValueError("train() needs a train_dataset, and none was given")
-        self._pending.clear()  # of an earlier call of train()
+        self._pending.clear()  # of an earlier call of train(), like the figures
+        self.metrics.clear()
+        self._step_started = None
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         shuffle = bool(self.args.shuffle_dataset)
         return RolloutLoader(RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed))
@@ -269,7 +281,7 @@ class GRPOTrainer(Trainer):
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
         groups = self.plan.local_groups(self.args.process_index)
-        rows = [self.train_dataset[ticket.prompts[p]] for p, _ in groups]
+        rows = (self.train_dataset[ticket.prompts[p]] for p, _ in groups)
         seed = combine_seed(self.args.seed, self.state.global_step, place, self.args.process_index)
         rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed)
         one_pass = [rollout.batch.select(part) for part in self.plan.micro_batches()]
@@ -320,7 +332,8 @@ class GRPOTrainer(Trainer):
             self.metrics.add(f"{name}_mean", total, count)
             for side, how in (("low", "min"), ("high", "max")):
                 if name.endswith(side):
-                    self.metrics.extreme(f"{name}_{how}", total / count.clamp(min=1), how)
+                    none = -torch.inf if how == "max" else torch.inf
+                    self.metrics.extreme(f"{name}_{how}", torch.where(count > 0, total / count, none), how)
 
     def _end_step(self) -> None:
         """Closes the books of one optimizer step: every time is per step, and what is not named is the update."""
@@ -328,6 +341,7 @@ class GRPOTrainer(Trainer):
             return
         seconds = time.perf_counter() - self._step_started
         self._step_started = None
+        self._heap.step()
         for name in ("time/generation", "time/rewards", "time/logprobs"):
             self.metrics.add(name, 0.0, 1.0)
         self.metrics.add("step_time", seconds)
@@ -401,7 +415,7 @@ class GRPOTrainer(Trainer):
             logs: what the Trainer has to say; extended in place.
             start_time: of the training run.
         """
-        if not any(key.startswith("eval_") for key in logs):
+        if "loss" in logs or "train_runtime" in logs:  # of training; an evaluation has figures of its own
             figures = self.metrics.reduce(gather_object if self.args.world_size > 1 else None)
             if "step_time" in figures:
                 parts = sum(figures.get(f"time/{part}", 0.0) for part in ("generation", "rewards", "logprobs"))
@@ -420,6 +434,9 @@ class GRPOTrainer(Trainer):
             The number of operations.
         """
         return 6 * self._size * inputs["batch"].num_tokens
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Tokens are counted where they are drawn."""
 
     def _show(self, table: dict[str, list[Any]]) -> None:
         """Hands the rollout's completions, of all processes, to the callbacks that want them."""

@@ -70,6 +70,11 @@ def test_one_of_slices_and_generation_batch_size_gives_the_other():
     assert config(per_device_train_batch_size=2, generation_batch_size=12).steps_per_generation == 6
 
 
+def test_a_settled_configuration_can_be_copied():
+    settled = config(per_device_train_batch_size=2, steps_per_generation=6)
+    assert dataclasses.replace(settled, seed=7).generation_batch_size == 12
+
+
 def test_json_text_becomes_a_mapping():
     assert config(per_device_train_batch_size=4, generation_kwargs='{"typical_p": 0.9}').generation_kwargs == {
         "typical_p": 0.9
@@ -85,8 +90,8 @@ REFUSED = {
     ),
     "a group of one": (dict(num_generations=1, per_device_train_batch_size=4), "num_generations=1 must be at least 2"),
     "both ways of saying how large a rollout is": (
-        dict(per_device_train_batch_size=2, generation_batch_size=8, steps_per_generation=4),
-        "generation_batch_size=8 and steps_per_generation=4",
+        dict(per_device_train_batch_size=2, generation_batch_size=12, steps_per_generation=4),
+        r"generation_batch_size=12 and steps_per_generation=4 \(x 2 a step\)",
     ),
     "a generation batch that micro-batches do not divide": (
         dict(per_device_train_batch_size=3, generation_batch_size=8, num_generations=2),

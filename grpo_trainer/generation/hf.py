@@ -60,7 +60,7 @@ class HFGenerator:
             raise ValueError("an empty prompt cannot be completed; every prompt needs at least one token")
         policy = self._policy()
         device = next(policy.parameters()).device
-        ids, mask = _pad_left(rows, sampling.pad_token_id, device)
+        ids, mask = _pad_left(rows, device)
         with torch.no_grad(), _inference_state(policy), _seeded(seed, device), self._autocast():
             out = policy.generate(input_ids=ids, attention_mask=mask, generation_config=_generation_config(sampling))
         return _cut(out[:, ids.shape[1] :].tolist(), sampling.eos_token_ids)
@@ -70,7 +70,15 @@ _NOT_EXTRA = {
     "stop_strings": "completions end with an end-of-sequence token or at max_completion_length",
     "num_return_sequences": "num_generations says how many completions a prompt has",
     "return_dict_in_generate": "the ids are what is used",
+    "eos_token_id": "set model.generation_config.eos_token_id or tokenizer.eos_token",
+    "pad_token_id": "it is the tokenizer's",
+    "max_new_tokens": "set max_completion_length",
+    "max_length": "set max_completion_length",
+    "temperature": "set temperature, which log-probs are divided by too",
+    "do_sample": "completions are sampled; a group drawn greedily has no spread",
+    "num_beams": "a beam is not a sample of the policy",
 }
+"""Fields of GenerationConfig that would make what is scored differ from what was sampled, and what to set instead."""
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
@@ -93,9 +101,9 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 def _generation_config(sampling: SamplingParams) -> GenerationConfig:
     check_extra(sampling.extra)
     settings = {
-        "do_sample": True,
+        "do_sample": sampling.temperature > 0,
         "max_new_tokens": sampling.max_new_tokens,
-        "temperature": float(sampling.temperature),
+        "temperature": float(sampling.temperature) or 1.0,
         "top_p": float(sampling.top_p),
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
@@ -108,9 +116,14 @@ def _generation_config(sampling: SamplingParams) -> GenerationConfig:
     return GenerationConfig(**{**settings, **sampling.extra})
 
 
-def _pad_left(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _pad_left(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Input ids and attention mask, (N, Q).
+
+    A row is filled with its own first token: whoever looks at the ids alone, as the repetition penalty does, then finds
+    in a padded row what is in the row by itself.
+    """
     width = max(len(row) for row in rows)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)
+    ids = torch.tensor([row[:1] * (width - len(row)) + row for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
 

@@ -125,18 +125,24 @@ def _wrap(model: nn.Module, peft_config: Any) -> nn.Module:
         raise ValueError(
             f"peft_config is a {type(peft_config).__name__}; give a peft configuration such as peft.LoraConfig(r=16)"
         )
+    _refuse_prompt_learning(peft_config)
+    return get_peft_model(model, peft_config)
+
+
+def _refuse_prompt_learning(peft_config: Any) -> None:
     if peft_config.is_prompt_learning:
         raise ValueError(
             f"{type(peft_config).__name__} puts learned tokens before the prompt, which are not among the ids that are "
             "scored; use an adapter of the weights, e.g. peft.LoraConfig(r=16)"
         )
-    return get_peft_model(model, peft_config)
 
 
 def _prepare_adapter(model: Any) -> None:
     """Refuses an adapter on the output layer; raises adapter weights to float32."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
+    for config in model.peft_config.values():
+        _refuse_prompt_learning(config)
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise ValueError(
             "an adapter on the output layer is not supported: log-probs are a product with that layer's own weight, "

@@ -110,6 +110,8 @@ def _adds_nothing(model: nn.Module) -> bool:
         # a layer trained as a whole starts as a copy of the one below, and a magnitude as the norm of its weight
         if not parameter.requires_grad or ".modules_to_save." in name or ".lora_magnitude_vector." in name:
             continue
+        if ".lora_" not in name:  # trained in place, such as a bias: switching the adapter off would not undo it
+            return False
         pair = factor.sub(".lora.", name)
         zero[pair] = zero.get(pair, False) or not bool(parameter.detach().any())
     return all(zero.values())

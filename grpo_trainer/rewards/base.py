@@ -9,6 +9,7 @@ score stays out of its group's statistics.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -73,8 +74,8 @@ class RewardInputs:
         extra = {c: [row.get(c) for row in self.rows] for c in columns if c not in RESERVED}
         return {
             **extra,
-            "prompts": [row["prompt"] for row in self.rows],
-            "completions": list(self.completions),
+            "prompts": [_own(row["prompt"]) for row in self.rows],
+            "completions": [_own(completion) for completion in self.completions],
             "completion_ids": [list(ids) for ids in self.completion_ids],
             "trainer_state": self.trainer_state,
             "log_extra": functools.partial(_log_extra, log, len(self.rows)),
@@ -280,6 +281,11 @@ def _unique(names: list[str]) -> list[str]:
             candidate = f"{name}_{k}"
         out.append(candidate)
     return out
+
+
+def _own(value: Any) -> Any:
+    """A text, which cannot be changed, or a copy of messages, which could."""
+    return value if isinstance(value, str) else copy.deepcopy(value)
 
 
 def _short(value: Any, limit: int = 120) -> str:

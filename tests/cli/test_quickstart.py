@@ -115,7 +115,7 @@ def test_resume_with_other_settings_is_refused_and_names_them(folder, pressed, c
     assert quickstart(folder, "--seed", "1") == 130
     assert quickstart(folder, "--seed", "2", "--learning_rate", "1e-3", "--resume") == 2
     error = capsys.readouterr().err
-    assert "learning_rate=0.001 (it had 1e-05)" in error and "seed=2 (it had 1)" in error
+    assert "learning_rate=0.001 (it had 3e-05)" in error and "seed=2 (it had 1)" in error
     assert (folder / "checkpoint-3").is_dir()  # nothing is lost
     assert quickstart(folder, "--seed", "1", "--max_steps", "8", "--resume") == 0  # a longer run is the same run
 

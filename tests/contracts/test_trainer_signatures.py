@@ -26,6 +26,7 @@ OVERRIDDEN: dict[str, dict[str, Any]] = {
     "get_eval_dataloader": {"eval_dataset": None},
     "get_batch_samples": {"epoch_iterator": REQUIRED, "num_batches": REQUIRED, "device": REQUIRED},
     "_prepare_inputs": {"inputs": REQUIRED},
+    "_track_num_input_tokens": {"inputs": REQUIRED},
     "compute_loss": {
         "model": REQUIRED,
         "inputs": REQUIRED,

@@ -25,7 +25,7 @@ def draw(model, prompts=PROMPTS, num_samples=None, *, seed=0, **knobs):
 
 
 def greedy(model, prompts=PROMPTS, **knobs):
-    return draw(model, prompts, [1] * len(prompts), **knobs, extra={"do_sample": False}).ids
+    return draw(model, prompts, [1] * len(prompts), **knobs, temperature=0.0).ids
 
 
 def watch(model) -> list[dict]:
