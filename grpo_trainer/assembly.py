@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
 from grpo_trainer.objective import Objective, build_objective
 from grpo_trainer.reports.completions import CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
-from grpo_trainer.rewards.base import RewardSet
+from grpo_trainer.rewards.base import RESERVED, RewardSet
 from grpo_trainer.rewards.model import RewardModel
 from grpo_trainer.types import SamplingParams
 
@@ -62,6 +63,12 @@ def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: Cont
     """
     if dataset is None:
         return
+    if isinstance(dataset, (Mapping, str)) or hasattr(dataset, "iloc"):
+        remedy = {
+            "str": "load it first",
+            "DataFrame": "give datasets.Dataset.from_pandas(frame)",
+        }.get(type(dataset).__name__, "give one of its splits, e.g. dataset['train']")
+        raise ValueError(f"{name} is a {type(dataset).__name__}, not a dataset of rows: {remedy}")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ValueError(
             f"{name} is a {type(dataset).__name__}, which has no length; iterable datasets are not supported yet. "
@@ -80,6 +87,36 @@ def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: Cont
             f"{name} mixes prompts that are strings (row {kinds[False]}) and lists of messages (row {kinds[True]}), so "
             "a reward function would be given both kinds of completions; bring all into one form"
         )
+
+
+def check_reward_columns(rewards: RewardSet, dataset: Any) -> None:
+    """Checks that each reward function can be called with the columns that there are.
+
+    Args:
+        rewards: the functions.
+        dataset: rows, or None.
+
+    Raises:
+        ValueError: if a function asks for a column that is not there, or does not take one that is.
+    """
+    if dataset is None:
+        return
+    columns = set(dataset[0]) - RESERVED
+    given = dict.fromkeys([*columns, "prompts", "completions", "completion_ids", "trainer_state"])
+    given |= dict.fromkeys(["log_extra", "log_metric"])
+    for name, function in zip(rewards.names, rewards.functions, strict=True):
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # written in C, say
+            continue
+        try:
+            signature.bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"reward function {name!r} cannot be called: {error}. It is called with prompts, completions, "
+                f"completion_ids, trainer_state, log_extra, log_metric and the dataset's columns "
+                f"({', '.join(sorted(columns)) or 'none besides prompt'}); add **kwargs for those it does not need"
+            ) from error
 
 
 def named_datasets(eval_dataset: Any) -> dict[str, Any]:
@@ -177,7 +214,7 @@ def objective_of(args: GRPOConfig) -> Objective:
     """
     return build_objective(
         loss_type=args.loss_type,
-        scale_rewards=str(args.scale_rewards),
+        scale_rewards=args.scale_rewards,
         max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
         advantage_ddof=args.advantage_ddof,
         beta=args.beta,

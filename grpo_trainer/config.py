@@ -103,7 +103,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         default=None, metadata={"help": "Upper bound of the unclipped ratio, above 1 + epsilon_high."}
     )
     loss_type: str = field(default="dapo", metadata={"help": f"One of {', '.join(LOSS_TYPES)}."})
-    scale_rewards: str | bool = field(
+    scale_rewards: str = field(
         default="group",
         metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
     )
@@ -138,6 +138,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         )
         if (self.load_best_model_at_end or by_metric) and getattr(self, "metric_for_best_model", None) is None:
             self.metric_for_best_model: str | None = "eval_reward"  # there is no eval_loss
+        self._check_types()
         self._settle_precision()
         self._settle_checkpointing()
         super().__post_init__()
@@ -149,6 +150,25 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         self._check_numbers()
         self._check_parallelism()
         self._settle_batches()
+
+    def _check_types(self) -> None:
+        """Numbers are numbers: a text would fail later, somewhere else, and without its name."""
+        whole = ("num_generations", "num_generations_eval", "max_completion_length", "top_k", "num_iterations")
+        whole += ("steps_per_generation", "generation_batch_size", "max_steps")
+        real = ("temperature", "top_p", "min_p", "repetition_penalty", "beta", "epsilon", "epsilon_high", "delta")
+        required = ("num_generations", "max_completion_length", "temperature", "beta", "epsilon")
+        for name in (*whole, *real):
+            value = getattr(self, name)
+            if value is None and name not in required:
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
+            if name in whole and value != int(value):
+                raise ValueError(f"{name}={value} must be a whole number")
+            if name in whole:
+                setattr(self, name, int(value))
+        if self.max_steps == 0:
+            raise ValueError("max_steps=0 trains nothing; set the number of steps, or -1 to go by num_train_epochs")
 
     def _settle_precision(self) -> None:
         """Picks the device and precision that this machine has, where the user left them open."""

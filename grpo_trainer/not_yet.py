@@ -13,7 +13,11 @@ from transformers import TrainingArguments
 
 
 def _not_yet(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": f"Not supported yet: {what}.", "not_yet": what})
+    # nothing but help: HfArgumentParser hands all metadata to argparse
+    return field(default=default, metadata={"help": f"{_PREFIX}{what}."})
+
+
+_PREFIX = "Not supported yet: "
 
 
 @dataclass
@@ -94,10 +98,14 @@ class NotYet(TrainingArguments):
         Raises:
             ValueError: if a field has another value than TRL's default.
         """
-        for f in fields(self):
-            what, value = f.metadata.get("not_yet"), getattr(self, f.name)
-            if what is not None and value != f.default:
+        for f in fields(NotYet):
+            value, what = getattr(self, f.name), f.metadata.get("help", "").removeprefix(_PREFIX).rstrip(".")
+            if f.name in NOT_YET and value != f.default:
                 raise ValueError(
                     f"{f.name}={value!r} is not supported yet ({what}); leave it at {f.default!r}. "
                     "docs/migrating.md lists what is."
                 )
+
+
+NOT_YET = frozenset(f.name for f in fields(NotYet)) - frozenset(f.name for f in fields(TrainingArguments))
+"""The names."""

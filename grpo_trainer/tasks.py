@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Rows = list[dict[str, Any]]
 
 TaskFn = Callable[[random.Random], tuple[Rows, Rows]]
-"""``(rng) -> (train rows, held-out rows)``, both shuffled; no question of one part gives away one of the other."""
+"""``(rng) -> (train rows, held-out rows)``, both shuffled; no question is in both parts."""
 
 LARGEST_TERM = 20
 HELDOUT_SUMS = 64
@@ -26,8 +26,8 @@ HELDOUT_SUMS = 64
 def sums(rng: random.Random) -> tuple[Rows, Rows]:
     """Sums of two numbers from 1 to 20, asked in the chat format.
 
-    Of the 210 unordered pairs, 64 are held out, each asked once, in one of its two orders. The other 146 are for
-    training, in both orders. Since the split is over unordered pairs, ``12 + 7`` never gives away ``7 + 12``.
+    Of the 400 questions, one for each ordered pair, 64 are held out and the other 336 are for training. ``12 + 7`` may
+    be held out and ``7 + 12`` trained on: they are two questions.
 
     Args:
         rng: decides the split, the order of the terms and of the rows.
@@ -35,12 +35,10 @@ def sums(rng: random.Random) -> tuple[Rows, Rows]:
     Returns:
         Train rows and held-out rows, with the columns ``prompt`` (one user message) and ``answer`` (int).
     """
-    pairs = [(a, b) for a in range(1, LARGEST_TERM + 1) for b in range(a, LARGEST_TERM + 1)]
+    pairs = [(a, b) for a in range(1, LARGEST_TERM + 1) for b in range(1, LARGEST_TERM + 1)]
     rng.shuffle(pairs)
-    heldout = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs[:HELDOUT_SUMS]]
-    train = [order for a, b in pairs[HELDOUT_SUMS:] for order in dict.fromkeys([(a, b), (b, a)])]
-    rng.shuffle(train)
-    return [_sum_row(*pair) for pair in train], [_sum_row(*pair) for pair in heldout]
+    rows = [_sum_row(*pair) for pair in pairs]
+    return rows[HELDOUT_SUMS:], rows[:HELDOUT_SUMS]
 
 
 BUILTIN_TASKS: dict[str, TaskFn] = {

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from grpo_trainer.assembly import (
     check_args,
     check_dataset,
+    check_reward_columns,
     named_datasets,
     objective_of,
     refuse_not_yet,
@@ -134,6 +135,7 @@ class GRPOTrainer(Trainer):
         for name, dataset in named_datasets(eval_dataset).items():
             check_dataset(name, dataset, renderer, limit)
         rewards = reward_set(reward_funcs, reward_processing_classes, args, renderer)
+        check_reward_columns(rewards, train_dataset)
         super().__init__(
             model=policy,
             args=args,

@@ -12,6 +12,7 @@ from packaging.version import Version
 from transformers import TrainingArguments
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.not_yet import NOT_YET
 
 
 def config(**settings):
@@ -35,7 +36,7 @@ def test_every_constructor_argument_of_trl_is_there_in_its_order_with_its_defaul
 
 
 def test_every_field_that_is_not_honoured_is_refused():
-    defaults = {f.name: f for f in dataclasses.fields(GRPOConfig) if "not_yet" in f.metadata}
+    defaults = {f.name: f for f in dataclasses.fields(GRPOConfig) if f.name in NOT_YET}
     assert len(defaults) > 40
     for name, f in defaults.items():
         other = {bool: not f.default, int: 7, float: 0.37, str: "other"}.get(type(f.default), "other")
@@ -129,6 +130,24 @@ def test_contradictions_are_refused_with_field_numbers_and_remedy(case):
     settings, message = REFUSED[case]
     with pytest.raises(ValueError, match=f"(?s){message}"):
         config(**settings)
+
+
+def test_parsers_of_trl_and_transformers_take_it(tmp_path):
+    parser = trl.TrlParser((GRPOConfig, trl.ModelConfig))
+    words = ["--output_dir", str(tmp_path), "--scale_rewards", "none", "--num_generations", "4", "--report_to", "none"]
+    parsed, _ = parser.parse_args_and_config([*words, "--per_device_train_batch_size", "4"])
+    assert (parsed.scale_rewards, parsed.num_generations) == ("none", 4)
+
+
+def test_no_step_is_not_every_step():
+    with pytest.raises(ValueError, match="max_steps=0"):
+        config(per_device_train_batch_size=4, max_steps=0)
+
+
+@pytest.mark.parametrize("name", ["temperature", "beta", "num_generations", "epsilon"])
+def test_a_text_where_a_number_belongs_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"{name}='1.0' must be a number"):
+        config(per_device_train_batch_size=4, **{name: "1.0"})
 
 
 def test_what_is_not_a_field_is_refused():

@@ -37,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from argparse, after ``--help``, ``--version`` or a wrong command.
     """
     options, settings = _parser().parse_known_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a completion may hold what the terminal cannot show
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # where a recipe's own `package.module:function` lies
     try:
         return _dispatch(options, settings)
     except RecipeError as error:

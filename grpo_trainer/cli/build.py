@@ -147,6 +147,8 @@ def build_datasets(recipe: Recipe, config: Any) -> tuple[Any, Any]:
     Raises:
         RecipeError: if the dataset, a split or the prompt column is not there.
     """
+    from datasets.exceptions import DatasetsError
+
     arguments = recipe.arguments
     name = arguments.dataset_name
     if not name:
@@ -157,8 +159,13 @@ def build_datasets(recipe: Recipe, config: Any) -> tuple[Any, Any]:
             train, heldout = load_task(name, config.seed)
         else:
             train = _load_split(name, arguments.dataset_config, arguments.dataset_train_split)
+            if evaluates and _has_one_split(name):
+                raise ValueError(
+                    "it has one split only, so there is nothing to evaluate on but what is trained on; give a folder "
+                    "with several splits, or set eval_strategy: no"
+                )
             heldout = _load_split(name, arguments.dataset_config, arguments.dataset_test_split) if evaluates else None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, DatasetsError) as error:
         raise RecipeError(f"{recipe.path}: dataset_name={name}: {error}") from error
     evaluation = as_prompts(heldout, arguments) if evaluates else None
     return as_prompts(train, arguments), evaluation
@@ -198,6 +205,11 @@ def as_prompts(dataset: Any, arguments: RecipeArguments) -> Any:
         return {"prompt": messages}
 
     return dataset.map(with_system)
+
+
+def _has_one_split(name: str) -> bool:
+    path = Path(name)
+    return path.suffix in _FILE_KINDS or (path / "state.json").is_file()
 
 
 def _load_split(name: str, configuration: str | None, split: str) -> Any:

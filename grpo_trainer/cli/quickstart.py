@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -76,6 +77,11 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
         RecipeError: if a setting is wrong, or the run to be resumed had other settings.
     """
     recipe = load_recipe(RECIPE, words)
+    for key in ("dataset_name", "dataset_prompt_column", "system_prompt", "reward_funcs", "resume_from_checkpoint"):
+        if key in _keys(words):
+            raise RecipeError(f"{key} is settled in the quickstart; for another task: grpo-trainer train RECIPE")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise RecipeError("the quickstart draws a curve with matplotlib: pip install 'grpo-trainer[quickstart]'")
     config = recipe.config()
     if config.world_size > 1:
         raise RecipeError(
@@ -93,6 +99,11 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
 
     console = Console()
     folder = Path(config.output_dir)
+    if resume and (folder / "summary.json").is_file():
+        _say(
+            console, f"--resume: the run in {folder} is finished, see its summary.json; leave out --resume to run anew"
+        )
+        return 0
     checkpoint = _checkpoint(folder, recipe, resume, lambda line: _say(console, line))
     quiet_libraries()
     train_rows, heldout = load_task("builtin:sums", config.seed)
@@ -122,6 +133,7 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
         _say(console, f"Stopped after step {state.global_step} of {state.max_steps}; checkpoint: {saved}")
         _say(console, f"Go on with: {resume_command(words, config.seed)}")
         return 130
+    trainer.save_model(str(folder / "model"))  # before the measure: whatever happens to that, this is kept
     _finish(trainer, record, measure(trainer, heldout, config.seed, console, "after training"), folder, console)
     return 0
 
@@ -137,14 +149,14 @@ def _train(trainer: Any, checkpoint: str | None, record: Record, folder: Path, p
     record.train_seconds += time.monotonic() - start
     record.peak_rss_bytes = max(record.peak_rss_bytes, peak_rss_bytes())
     record.save(folder)
-    return last_checkpoint(folder) if stop.requested else None
+    stopped = stop.requested and trainer.state.global_step < trainer.state.max_steps
+    return last_checkpoint(folder) if stopped else None
 
 
 def _finish(trainer: Any, record: Record, after: Measure, folder: Path, console: Console) -> None:
     """Writes model, summary and curve, and shows what was learned."""
     from grpo_trainer.reports.curve import draw_reward_curve
 
-    trainer.save_model(str(folder / "model"))
     summary = summarise(trainer, record, after)
     _write_json(folder / "summary.json", summary)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]

@@ -162,7 +162,11 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
         RecipeError: if the recipe is not found, is not a flat mapping, has an unknown key, or a value does not fit.
     """
     path = find_recipe(name)
-    content = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise RecipeError(f"{path} cannot be read as text in UTF-8: {error}") from error
+    content = parse_yaml(text, str(path))
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise RecipeError(f"{path} must be a flat mapping of settings, `key: value` on each line")
     types = _known_types()
@@ -272,6 +276,7 @@ def _known_types() -> dict[str, Any]:
         hints = typing.get_type_hints(kind)
         types.update({f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init})
     types["resume_from_checkpoint"] = bool | str | None  # true: the last checkpoint in output_dir
+    types["scale_rewards"] = bool | str  # true: group, false: none; a parser of flags would take only the bool
     return types
 
 

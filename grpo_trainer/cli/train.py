@@ -57,7 +57,8 @@ def train(name: str, words: Sequence[str] = ()) -> int:
                 trainer.train(resume_from_checkpoint=checkpoint)
         else:
             trainer.train(resume_from_checkpoint=checkpoint)
-    saved = last_checkpoint(config.output_dir) if stop.requested else None
+    stopped = stop.requested and trainer.state.global_step < trainer.state.max_steps
+    saved = last_checkpoint(config.output_dir) if stopped else None
     if saved is not None:
         say(f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; checkpoint: {saved}")
         say("Go on with the same command and --resume_from_checkpoint true")

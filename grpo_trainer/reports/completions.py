@@ -7,6 +7,7 @@ lists with the columns ``step, prompt, completion``, one per reward, ``advantage
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FILE_PREFIX = "completions_"
+logger = logging.getLogger(__name__)
+
 FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finished", "length")
 _CHAT_MARK = re.compile(r"<\|[^<>|]*\|>")
 _ROLE = re.compile(r"^(system|user|assistant|model|tool)(\n|$)")
@@ -38,6 +41,7 @@ class CompletionsWriter(TrainerCallback):
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self._waiting: list[Mapping[str, Sequence[Any]]] = []
+        self._complained = False
 
     def on_rollout(
         self, args: Any, state: Any, control: Any, table: Mapping[str, Sequence[Any]], **kwargs: Any
@@ -55,8 +59,15 @@ class CompletionsWriter(TrainerCallback):
 
     def _flush(self, state: Any) -> None:
         tables, self._waiting = self._waiting, []
-        if tables and state.is_world_process_zero:
-            write_completions(self.folder / f"{FILE_PREFIX}{state.global_step:05d}.parquet", tables)
+        if not tables or not state.is_world_process_zero:
+            return
+        path = self.folder / f"{FILE_PREFIX}{state.global_step:05d}.parquet"
+        try:
+            write_completions(path, tables)
+        except OSError as error:  # a report is not worth a run
+            if not self._complained:
+                logger.warning("completions are not written to %s: %s; training goes on", path, error)
+            self._complained = True
 
 
 def write_completions(path: Path, tables: Sequence[Mapping[str, Sequence[Any]]]) -> None:
@@ -189,5 +200,14 @@ def _arrow_array(values: list[Any]) -> Any:
     values = [None if isinstance(v, float) and math.isnan(v) else v for v in values]
     try:
         return pa.array(values)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return pa.array([None if v is None else json.dumps(v, default=str) for v in values])
+    except Exception:  # of many kinds: mixed types, whole numbers beyond 64 bits, lone surrogates
+        return pa.array([None if v is None else _as_text(v) for v in values])
+
+
+def _as_text(value: Any) -> str:
+    """JSON, or Python's own way of writing it where JSON has none; what UTF-8 cannot hold becomes a question mark."""
+    try:
+        text = json.dumps(value, default=str)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text.encode("utf-8", errors="replace").decode("utf-8")
