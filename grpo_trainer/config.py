@@ -153,8 +153,10 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
 
     def _check_types(self) -> None:
         """Numbers are numbers: a text would fail later, somewhere else, and without its name."""
-        whole = ("num_generations", "num_generations_eval", "max_completion_length", "top_k", "num_iterations")
-        whole += ("steps_per_generation", "generation_batch_size", "max_steps")
+        whole = (
+            *("num_generations", "num_generations_eval", "max_completion_length", "top_k", "num_iterations"),
+            *("steps_per_generation", "generation_batch_size", "max_steps"),
+        )
         real = ("temperature", "top_p", "min_p", "repetition_penalty", "beta", "epsilon", "epsilon_high", "delta")
         required = ("num_generations", "max_completion_length", "temperature", "beta", "epsilon")
         for name in (*whole, *real):
