@@ -73,5 +73,5 @@ def draw_reward_curve(
     if min(rewards, default=0.0) >= 0.0 and max(rewards, default=1.0) <= 1.0:
         axes.set_ylim(min(-0.03, *values), max(1.03, *values))  # a reward from 0 to 1 is shown on its whole scale
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left" if after.mean > before.mean else "best", framealpha=0.9)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)  # where it hides no point
     figure.savefig(path, format="png")
