@@ -19,6 +19,7 @@ from grpo_trainer.reports.completions import CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
 from grpo_trainer.rewards.base import RESERVED, RewardSet
 from grpo_trainer.rewards.model import RewardModel
+from grpo_trainer.stream import check_stream, is_stream
 from grpo_trainer.types import SamplingParams
 
 ROWS_CHECKED = 2000
@@ -59,7 +60,8 @@ def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: Cont
         limit: what the model has room for.
 
     Raises:
-        ValueError: if the dataset has no length, no rows, or a row whose prompt is not legal or too long.
+        ValueError: if the dataset has no rows, cannot be read as it needs to be, or has a row whose prompt is not legal
+            or too long.
     """
     if dataset is None:
         return
@@ -69,11 +71,13 @@ def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: Cont
             "DataFrame": "give datasets.Dataset.from_pandas(frame)",
         }.get(type(dataset).__name__, "give one of its splits, e.g. dataset['train']")
         raise ValueError(f"{name} is a {type(dataset).__name__}, not a dataset of rows: {remedy}")
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            f"{name} is a {type(dataset).__name__}, which has no length; iterable datasets are not supported yet. "
-            "Load it without streaming"
-        )
+    if is_stream(dataset):
+        check_stream(name, dataset)
+        first = first_row(dataset)
+        if first is None:
+            raise ValueError(f"{name} is empty")
+        limit.check(renderer(first, f"row 0 of {name}"), f"row 0 of {name}")  # the others are checked when met
+        return
     if len(dataset) == 0:
         raise ValueError(f"{name} is empty")
     kinds: dict[bool, int] = {}
@@ -89,6 +93,11 @@ def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: Cont
         )
 
 
+def first_row(dataset: Any) -> Any:
+    """The first row of a dataset or a stream, None if there is none."""
+    return next(iter(dataset), None) if is_stream(dataset) else dataset[0] if len(dataset) else None
+
+
 def check_reward_columns(rewards: RewardSet, dataset: Any) -> None:
     """Checks that each reward function can be called with the columns that there are.
 
@@ -101,7 +110,7 @@ def check_reward_columns(rewards: RewardSet, dataset: Any) -> None:
     """
     if dataset is None:
         return
-    columns = set(dataset[0]) - RESERVED
+    columns = set(first_row(dataset) or ()) - RESERVED
     given = dict.fromkeys([*columns, "prompts", "completions", "completion_ids", "trainer_state"])
     given |= dict.fromkeys(["log_extra", "log_metric"])
     for name, function in zip(rewards.names, rewards.functions, strict=True):
@@ -251,3 +260,30 @@ def refuse_not_yet(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} is not supported yet; leave it out. docs/migrating.md lists what is.")
+
+
+def course_settings(args: GRPOConfig, train_dataset: Any, rewards: RewardSet) -> dict[str, Any]:
+    """The settings that the course of a run depends on, to tell whether a resumed run is the same run.
+
+    Args:
+        args: the configuration.
+        train_dataset: rows.
+        rewards: the reward functions.
+
+    Returns:
+        Name -> value; without where things are written, what is logged, and how it is evaluated.
+    """
+    settings = {k: v for k, v in args.to_dict().items() if not k.startswith(_IMMATERIAL)}
+    if args.lr_scheduler_type == "constant":  # the length of the run changes nothing but its end
+        settings = {k: v for k, v in settings.items() if k not in ("max_steps", "num_train_epochs")}
+    rows = len(train_dataset) if hasattr(train_dataset, "__len__") else "a stream"
+    return {**settings, "world_size": args.world_size, "rows": rows, "reward_funcs": list(rewards.names)}
+
+
+_IMMATERIAL = (
+    *("output_dir", "run_name", "project", "trackio", "log", "report_to", "num_completions_to_print", "disable_tqdm"),
+    *("save_", "push_to_hub", "hub_", "do_", "eval_", "per_device_eval", "num_generations_eval", "batch_eval"),
+    *("load_best", "metric_for_best", "greater_is_better", "prediction_", "include_", "label", "skip_memory", "debug"),
+    *("resume_from", "ignore_data_skip", "restore_callback", "dataloader_", "local_rank", "ddp_", "cpu_threads"),
+)
+"""Beginnings of the names of settings that change nothing about the course of a run."""

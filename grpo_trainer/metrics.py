@@ -60,6 +60,24 @@ class MetricStore:
         """Forgets everything."""
         self._means, self._extremes, self._latest = {}, {}, {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """What has been counted since the last ``reduce``, as plain values, for a checkpoint."""
+        return {
+            "means": {name: (t.item(), c.item()) for name, (t, c) in _to_host(self._means).items()},
+            "extremes": {key: value.item() for key, value in self._extremes.items()},
+            "latest": dict(self._latest),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the place of what has been counted.
+
+        Args:
+            state: from ``state_dict``.
+        """
+        self._means = {name: (_double(t), _double(c)) for name, (t, c) in state["means"].items()}
+        self._extremes = {key: _double(value) for key, value in state["extremes"].items()}
+        self._latest = dict(state["latest"])
+
     def reduce(self, gather_object: GatherObject | None = None) -> dict[str, float]:
         """All figures over all processes, and an empty store.
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.data import OneFormat, PromptLimit, PromptRenderer
 from grpo_trainer.functional.advantages import is_constant
 from grpo_trainer.generation.base import Generator
 from grpo_trainer.metrics import MetricStore
@@ -106,7 +106,7 @@ class RolloutCollector:
         advantage: totals (P, G) -> advantages (P, G).
         num_generations: G.
         policy: returns the module that is trained, unwrapped.
-        limit: what the model has room for.
+        limit: how long a prompt may be.
         reference: the frozen policy of the KL term; None leaves the term's log-probs out.
         keep_old_logprobs: whether a rollout is trained on after the policy has moved.
         mask_truncated: whether completions cut at the length limit are left out of the loss.
@@ -126,7 +126,7 @@ class RolloutCollector:
     advantage: AdvantageFn
     num_generations: int
     policy: Callable[[], nn.Module]
-    limit: ContextLimit = field(default_factory=lambda: ContextLimit(context=None, max_completion_length=1))
+    limit: PromptLimit = field(default_factory=PromptLimit)
     reference: Reference | None = None
     keep_old_logprobs: bool = False
     mask_truncated: bool = False
@@ -137,14 +137,18 @@ class RolloutCollector:
     layout: Sequence[Sequence[int]] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     trainer_state: Callable[[], Any] = lambda: None
+    _format: OneFormat = field(default_factory=OneFormat, init=False, repr=False)  # a copy of the collector starts anew
 
-    def collect(self, rows: Iterable[Row], num_samples: Sequence[int], *, seed: int) -> Rollout:
+    def collect(
+        self, rows: Iterable[Row], num_samples: Sequence[int], *, seed: int, names: Sequence[str] | None = None
+    ) -> Rollout:
         """One rollout.
 
         Args:
             rows: the dataset rows that this process completes; read here, so that a failure to is told to all.
             num_samples: for each how many completions; the groups of all processes together are whole.
             seed: of this process's random numbers.
+            names: of the rows, for messages; None numbers them.
 
         Returns:
             The constants of the objective for this process's completions.
@@ -152,7 +156,7 @@ class RolloutCollector:
         Raises:
             ValueError: if a prompt or a reward is not legal, on whichever process it happened.
         """
-        drawn, failure = self._try_draw(rows, num_samples, seed)
+        drawn, failure = self._try_draw(rows, num_samples, seed, names)
         shared = self._share(drawn, sum(num_samples), failure)  # (N, R + 3), all processes
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
@@ -170,7 +174,13 @@ class RolloutCollector:
         )
 
     def draw(
-        self, rows: Iterable[Row], num_samples: Sequence[int], *, seed: int, sampling: SamplingParams | None = None
+        self,
+        rows: Iterable[Row],
+        num_samples: Sequence[int],
+        *,
+        seed: int,
+        sampling: SamplingParams | None = None,
+        names: Sequence[str] | None = None,
     ) -> Drawn:
         """Completions and their rewards, without credit: what an evaluation needs.
 
@@ -179,6 +189,7 @@ class RolloutCollector:
             num_samples: for each how many completions.
             seed: of the random numbers.
             sampling: how to draw; None as in training.
+            names: of the rows, for messages; None numbers them.
 
         Returns:
             The completions, group-major.
@@ -187,9 +198,10 @@ class RolloutCollector:
             ValueError: if a prompt or a reward is not legal.
         """
         rows = list(rows)
-        prompts = [self.renderer(row, f"row {i} of the rollout") for i, row in enumerate(rows)]
-        for i, prompt in enumerate(prompts):
-            self.limit.check(prompt, f"row {i} of the rollout")
+        names = names or [f"row {i} of the rollout" for i in range(len(rows))]
+        prompts = [self.limit.fit(self.renderer(row, name), name) for row, name in zip(rows, names, strict=True)]
+        for prompt, name in zip(prompts, names, strict=True):
+            self._format.check(prompt, name)
         with self._timed("time/generation"):
             completions = self.generator.generate(
                 [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed
@@ -216,13 +228,28 @@ class RolloutCollector:
                 raise ValueError(f"log_metric({name!r}, ...) would be mixed with the trainer's own figure of that name")
         return Drawn(rows=each_row, prompts=each_prompt, completions=completions, texts=texts, rewards=rewards, log=log)
 
+    def keeps(self, row: Row, name: str) -> bool:
+        """Whether a row is used at all: a policy may leave out prompts that are too long.
+
+        Args:
+            row: a dataset row.
+            name: of the row, for messages.
+
+        Returns:
+            True if it is.
+
+        Raises:
+            ValueError: if its prompt is not legal.
+        """
+        return not getattr(self.limit, "filters", False) or self.limit.keeps(self.renderer(row, name))
+
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others
     # in the very tensor that they exchange anyway.
     def _try_draw(
-        self, rows: Iterable[Row], num_samples: Sequence[int], seed: int
+        self, rows: Iterable[Row], num_samples: Sequence[int], seed: int, names: Sequence[str] | None
     ) -> tuple[Drawn | None, Exception | None]:
         try:
-            return self.draw(rows, num_samples, seed=seed), None
+            return self.draw(rows, num_samples, seed=seed, names=names), None
         except Exception as error:
             return None, error
 

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from grpo_trainer.types import Row
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
@@ -142,11 +144,13 @@ class Ticket(NamedTuple):
 
     Attributes:
         micro_step: its place within its rollout, counted over all passes, from 0.
-        prompts: dataset indices of all P prompts of its rollout.
+        prompts: indices of all P prompts of its rollout in the dataset, or positions in the stream.
+        rows: their rows, if they come from a stream; None: to be read from the dataset.
     """
 
     micro_step: int
     prompts: list[int]
+    rows: list[Row] | None = None
 
 
 class RolloutSampler(Sampler[Ticket]):

@@ -7,10 +7,13 @@ objective is evaluated. Configuration fields become objects in ``__init__``; not
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,22 +21,34 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
 from transformers.utils import logging
 
 from grpo_trainer.assembly import (
     check_args,
     check_dataset,
+    check_eval_dataset,
     check_reward_columns,
-    named_datasets,
+    course_settings,
     objective_of,
     refuse_not_yet,
     report_callbacks,
     reward_set,
     sampling_params,
 )
+from grpo_trainer.checkpoint import (
+    RunState,
+    changed_settings,
+    clear_unfinished,
+    draft_of,
+    find_checkpoint,
+    save_settings,
+    state_file,
+    writing,
+)
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.data import PromptLimit, PromptRenderer
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
 from grpo_trainer.generation.hf import HFGenerator
 from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
@@ -41,13 +56,22 @@ from grpo_trainer.metrics import MetricStore
 from grpo_trainer.objective import masked_sum
 from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import completion_logprobs
+from grpo_trainer.preemption import EXIT_CODE, TerminationNotice
+from grpo_trainer.reports.first_prompt import FirstPrompt
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
 from grpo_trainer.runtime import HeapWatch, prepare_cpu
 from grpo_trainer.sampler import RolloutLoader, RolloutSampler, Ticket
-from grpo_trainer.types import RolloutBatch
+from grpo_trainer.stream import StreamLoader, TicketStream, is_stream
+from grpo_trainer.types import RolloutBatch, Row
 
 logger = logging.get_logger(__name__)
+
+_LAYOUT = frozenset(
+    ["world_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
+    + ["steps_per_generation", "num_iterations", "num_generations"]
+)
+"""Settings without which a rollout that waits in a checkpoint cannot be used."""
 
 
 class GRPOTrainer(Trainer):
@@ -61,6 +85,7 @@ class GRPOTrainer(Trainer):
             (one label) as a module or by name.
         args: the configuration; None makes one from the model's name.
         train_dataset: rows with a column ``prompt``, a string or a list of messages; other columns go to the rewards.
+            A stream (``IterableDataset``) is read again from its start when it ends, until ``max_steps``.
         eval_dataset: the same, or a mapping from name to dataset.
         processing_class: the tokenizer; None loads the model's. It is copied, never changed.
         reward_processing_classes: the tokenizers of reward models, one per reward function; None loads them.
@@ -130,10 +155,21 @@ class GRPOTrainer(Trainer):
         )
         if args.disable_dropout:
             disable_dropout(policy)
-        limit = ContextLimit(context=max_context(policy), max_completion_length=args.max_completion_length or 1)
-        check_dataset("train_dataset", train_dataset, renderer, limit)
-        for name, dataset in named_datasets(eval_dataset).items():
-            check_dataset(name, dataset, renderer, limit)
+        limit = PromptLimit(
+            context=max_context(policy),
+            max_completion_length=args.max_completion_length or 1,
+            max_prompt_length=args.max_prompt_length,
+            overlong=args.overlong_prompts,
+            tokenizer=tokenizer,
+        )
+        warn = logger.warning if args.process_index == 0 else logger.debug
+        train_dataset = check_dataset("train_dataset", train_dataset, renderer, limit, warn)
+        eval_dataset = check_eval_dataset(eval_dataset, renderer, limit, warn)
+        if is_stream(train_dataset) and args.max_steps <= 0:
+            raise ValueError(
+                f"train_dataset is a stream without a length, so the number of optimizer steps cannot be told from "
+                f"num_train_epochs={args.num_train_epochs}: set max_steps"
+            )
         rewards = reward_set(reward_funcs, reward_processing_classes, args, renderer)
         check_reward_columns(rewards, train_dataset)
         super().__init__(
@@ -143,7 +179,7 @@ class GRPOTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[*(callbacks or []), *report_callbacks(args)],
+            callbacks=[FirstPrompt(), *(callbacks or []), *report_callbacks(args)],
             optimizers=optimizers,
         )
         if self.is_fsdp_enabled or self._zero_stage() == 3 or self.get_tp_size() > 1:
@@ -165,14 +201,20 @@ class GRPOTrainer(Trainer):
         self._warned: set[str] = set()
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
-        self.add_callback(_StepClock(self._end_step))
+        self._checkpoint: str | None = None  # that this run goes on from
+        self._rng_due = False  # whether its random states are still to be taken up
+        self._draft_dir: str | None = None  # stands for the output folder while a checkpoint is written
+        self._losses_since = 0  # the step since which the Trainer's sum of losses counts
+        self._termination = TerminationNotice()
+        self._stopping = False  # whether some process was told to terminate
+        self.add_callback(_Seam(self._take_up, self._end_step))
 
     def _zero_stage(self) -> int:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         return plugin.zero_stage if plugin is not None else 0
 
     def _build_collector(
-        self, renderer: PromptRenderer, limit: ContextLimit, rewards: RewardSet, handed_in_as_peft: bool
+        self, renderer: PromptRenderer, limit: PromptLimit, rewards: RewardSet, handed_in_as_peft: bool
     ) -> RolloutCollector:
         args: GRPOConfig = self.args
         reference = make_reference(self.model, handed_in_as_peft=handed_in_as_peft) if args.beta else None
@@ -217,7 +259,22 @@ class GRPOTrainer(Trainer):
         self._step_started = None
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         shuffle = bool(self.args.shuffle_dataset)
+        if is_stream(self.train_dataset):
+            return StreamLoader(
+                TicketStream(
+                    self.train_dataset,
+                    self.plan,
+                    shuffle=shuffle,
+                    seed=seed,
+                    num_workers=self.args.dataloader_num_workers,
+                    keeps=self._keeps,
+                )
+            )
         return RolloutLoader(RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed))
+
+    def _keeps(self, row: Row, position: int) -> bool:
+        """Whether a row of a stream is used: a policy may leave out prompts that are too long."""
+        return self.collector.keeps(row, f"row {position} of train_dataset")
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """The rows of an evaluation set, unsharded and in order: ``evaluation_loop`` shares them out.
@@ -231,11 +288,14 @@ class GRPOTrainer(Trainer):
         Raises:
             ValueError: if there is none.
         """
+        own = eval_dataset is None or isinstance(eval_dataset, str) or eval_dataset is self.eval_dataset
         if isinstance(eval_dataset, str):
             eval_dataset = self.eval_dataset[eval_dataset]
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if dataset is None:
             raise ValueError("evaluate() needs an eval_dataset, and none was given")
+        if self.collector.limit.filters and (is_stream(dataset) or not own):  # the others were filtered at the start
+            dataset = [row for i, row in enumerate(dataset) if self.collector.keeps(row, f"row {i} of eval_dataset")]
         return DataLoader(dataset, batch_size=self.args.eval_batch_size, collate_fn=_as_is)
 
     # --- the step -------------------------------------------------------------------------------------------------
@@ -254,8 +314,10 @@ class GRPOTrainer(Trainer):
             The micro-batches of this process and Z, (): the items of the step over all micro-batches and processes.
         """
         self._step_started = time.perf_counter()
+        tickets = list(itertools.islice(epoch_iterator, num_batches))
+        self._load_rng_state(self._checkpoint)  # after what is skipped, before the first rollout
         window = []
-        for place, ticket in enumerate(itertools.islice(epoch_iterator, num_batches)):
+        for place, ticket in enumerate(tickets):
             if ticket.micro_step == 0 or not self._pending:
                 self._collect(ticket, place)
             window.append(self._pending.popleft())
@@ -283,15 +345,19 @@ class GRPOTrainer(Trainer):
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
         groups = self.plan.local_groups(self.args.process_index)
-        rows = (self.train_dataset[ticket.prompts[p]] for p, _ in groups)
+        rows = (self._row(ticket, p) for p, _ in groups)
+        names = [f"row {ticket.prompts[p]} of train_dataset" for p, _ in groups]
         seed = combine_seed(self.args.seed, self.state.global_step, place, self.args.process_index)
-        rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed)
+        rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed, names=names)
         one_pass = [rollout.batch.select(part) for part in self.plan.micro_batches()]
         self._pending.clear()
         self._pending.extend((one_pass * self.plan.num_iterations)[ticket.micro_step :])
         self.state.num_input_tokens_seen += rollout.num_tokens
         self.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
         self._show(rollout.table)
+
+    def _row(self, ticket: Ticket, prompt: int) -> Row:
+        return self.train_dataset[ticket.prompts[prompt]] if ticket.rows is None else ticket.rows[prompt]
 
     def _prepare_inputs(self, inputs: dict[str, RolloutBatch]) -> dict[str, RolloutBatch]:
         """Micro-batches are on the device already."""
@@ -337,8 +403,11 @@ class GRPOTrainer(Trainer):
                     none = -torch.inf if how == "max" else torch.inf
                     self.metrics.extreme(f"{name}_{how}", torch.where(count > 0, total / count, none), how)
 
-    def _end_step(self) -> None:
+    def _end_step(self, control: TrainerControl) -> None:
         """Closes the books of one optimizer step: every time is per step, and what is not named is the update."""
+        self._stopping = self._is_terminated()
+        if self._stopping:
+            control.should_save = control.should_training_stop = True
         if self._step_started is None:
             return
         seconds = time.perf_counter() - self._step_started
@@ -349,6 +418,150 @@ class GRPOTrainer(Trainer):
         self.metrics.add("step_time", seconds)
         self.metrics.add("tokens_per_second", 0.0, seconds / self.args.world_size)
 
+    # --- a run in parts --------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Trains. A run that goes on from a checkpoint ends as it would have without the break.
+
+        SIGTERM, by which a scheduler announces that it takes the machine back, lets the step finish and saves a
+        checkpoint, in whichever process it arrives.
+
+        Args:
+            resume_from_checkpoint: a checkpoint's folder; True for the last one in ``output_dir``, which starts anew
+                if there is none; None or False starts anew.
+            trial: of a hyperparameter search.
+            ignore_keys_for_eval: not used.
+
+        Returns:
+            Steps, mean loss and figures.
+
+        Raises:
+            ValueError: if the folder is no checkpoint that a run can go on from.
+            SystemExit: with code 143, after SIGTERM and its checkpoint.
+        """
+        self._checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
+        if resume_from_checkpoint and self._checkpoint is None:
+            logger.warning("there is no checkpoint in %s to go on from: the run starts anew", self.args.output_dir)
+        if self.is_world_process_zero():
+            clear_unfinished(self.args.output_dir)
+        self._rng_due = self._checkpoint is not None
+        self._stopping = False
+        with self._termination:
+            output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
+        if self._stopping and self.state.global_step < self.state.max_steps:
+            raise SystemExit(EXIT_CODE)
+        return output._replace(training_loss=self._mean_loss())
+
+    def _take_up(self) -> None:
+        """Goes on where the checkpoint was written: called when the Trainer has loaded its own part of it."""
+        self._losses_since = self.state.global_step
+        if self._checkpoint is None:
+            return
+        changed = changed_settings(self._checkpoint, self._course())
+        for name, (then, now) in changed.items():
+            self._warn_once(
+                f"changed {name}",
+                f"{name} was {then} when {self._checkpoint} was written and is {now} now: the run goes on, but not as "
+                "it would have without the break",
+            )
+        if not state_file(self._checkpoint, self.args.process_index).is_file():
+            self._warn_once(
+                "no state",
+                f"{self._checkpoint} holds no state of this trainer for a run with {self.args.world_size} processes: a "
+                "rollout that was in use is drawn afresh",
+            )
+            return
+        state = RunState.load(self._checkpoint, self.args.process_index, self.args.device)
+        if not _LAYOUT.intersection(changed):
+            self._pending = deque(state.pending)
+        self.metrics.load_state_dict(state.metrics)
+        self._tr_loss += state.loss
+        self._total_loss_scalar = state.loss_total
+        self._losses_since = state.losses_since
+        self._globalstep_last_logged = state.last_logged
+        if state.reference and self.collector.reference is not None:
+            self.collector.reference.load_state_dict(state.reference)
+
+    def _mean_loss(self) -> float:
+        """Over all steps of the run, also those before a break, unless they are not known."""
+        return self._total_loss_scalar / max(self.state.global_step - self._losses_since, 0.001)
+
+    def _course(self) -> dict[str, Any]:
+        """The settings that the course of the run depends on."""
+        return course_settings(self.args, self.train_dataset, self.collector.rewards)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Once per run that goes on: the Trainer asks again after the first rollout, which has drawn by then."""
+        if self._rng_due:
+            self._rng_due = False
+            super()._load_rng_state(checkpoint)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes a checkpoint that is complete or not there."""
+        run_dir = self._get_output_dir(trial)
+        final = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
+        draft = draft_of(final)
+        with writing(final) if self.args.should_save else contextlib.nullcontext():
+            self.accelerator.wait_for_everyone()  # the draft's folder is there, and empty
+            self._draft_dir = str(draft.parent)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._draft_dir = None
+            if not self.args.save_only_model:
+                self._save_run_state(draft)
+            if self.state.best_model_checkpoint == str(draft):
+                self.state.best_model_checkpoint = final
+                if self.args.should_save:
+                    self.state.save_to_json(str(draft / TRAINER_STATE_NAME))
+            self.accelerator.wait_for_everyone()  # every process has written its part
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(final)
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _save_run_state(self, folder: Path) -> None:
+        """What the rest of the run depends on and the Trainer does not save."""
+        reference = self.collector.reference
+        RunState(
+            pending=list(self._pending),
+            metrics=self.metrics.state_dict(),
+            loss=self._tr_loss.item(),
+            loss_total=self._total_loss_scalar,
+            losses_since=self._losses_since,
+            last_logged=self._globalstep_last_logged,
+            reference=reference.state_dict() if reference is not None else {},
+        ).save(folder, self.args.process_index)
+        if self.args.should_save:
+            save_settings(folder, self._course())
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """The output folder; while a checkpoint is written, the folder of drafts."""
+        return self._draft_dir or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Uploads a checkpoint when it lies in its place, since the upload goes on in the background."""
+        if self._draft_dir is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _is_terminated(self) -> bool:
+        """Whether a process of the run was told to terminate; every process must ask at the same point."""
+        if self.args.world_size == 1:
+            return self._termination.given
+        given = torch.tensor(float(self._termination.given), device=self.args.device)
+        return bool(self.accelerator.reduce(given, reduction="sum").item())
+
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def sample(
@@ -357,7 +570,7 @@ class GRPOTrainer(Trainer):
         """Completions of a dataset by the current policy, and their rewards. Leaves the training run as it was.
 
         Args:
-            dataset: P rows with a column ``prompt``.
+            dataset: P rows with a column ``prompt``; a stream is read to its end.
             num_generations: G, completions of each row.
             temperature: of the sampling; None takes the configuration's.
             seed: equal seeds give equal completions of equal weights.
@@ -368,12 +581,13 @@ class GRPOTrainer(Trainer):
         Raises:
             ValueError: if the dataset is empty, or a prompt or a reward is not legal.
         """
-        if len(dataset) == 0:
+        rows = list(dataset) if is_stream(dataset) else [dataset[i] for i in range(len(dataset))]
+        if not rows:
             raise ValueError("the dataset is empty, so there is nothing to complete")
         share = self.plan.per_device_train_batch_size * self.plan.steps_per_generation
         return sample(
             self.collector,
-            [dataset[i] for i in range(len(dataset))],
+            rows,
             num_generations,
             rows_at_once=max(1, max(self.args.per_device_eval_batch_size, share) // num_generations),
             temperature=temperature,
@@ -424,6 +638,8 @@ class GRPOTrainer(Trainer):
                 figures["time/update"] = max(figures["step_time"] - parts, 0.0)
             self._warn_early(figures)
             logs.update(figures)
+        if "train_loss" in logs:
+            logs["train_loss"] = self._mean_loss()
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -481,15 +697,25 @@ class GRPOTrainer(Trainer):
         return self.accelerator.gather(tensor.to(self.args.device)).cpu()
 
 
-class _StepClock(TrainerCallback):
-    """Tells the trainer that an optimizer step is over, before it is logged."""
+class _Seam(TrainerCallback):
+    """Calls the trainer at two points of the Trainer's loop that have no method to override.
 
-    def __init__(self, end_step: Callable[[], None]) -> None:
+    Args:
+        take_up: called when training begins, with everything that the Trainer restores from a checkpoint in place.
+        end_step: called when an optimizer step is over, before it is logged.
+    """
+
+    def __init__(self, take_up: Callable[[], None], end_step: Callable[[TrainerControl], None]) -> None:
+        self._take_up = take_up
         self._end_step = end_step
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Takes up what the run goes on from."""
+        self._take_up()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Closes the step."""
-        self._end_step()
+        self._end_step(control)
 
 
 def _divisor(items: Tensor) -> Tensor:

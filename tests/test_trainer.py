@@ -490,14 +490,14 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(tmp_path, at):
         assert torch.equal(a, b)
 
 
-def test_a_resume_inside_a_rollout_draws_once_and_goes_on_with_what_is_left_of_it(tmp_path):
+def test_a_resume_inside_a_rollout_goes_on_with_what_is_left_of_it(tmp_path):
     settings = dict(num_iterations=3, max_steps=6, save_strategy="steps", save_steps=2, gradient_checkpointing=False)
     make(tmp_path, **{**settings, "max_steps": 2}).train()
     generator = Scripted((5, 6), (7,))
     trainer = make(tmp_path, generator=generator, **settings)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert trainer.state.global_step == 6
-    assert generator.calls == 2  # for step 3, the last of the first rollout, and for steps 4 to 6
+    assert generator.calls == 1  # for steps 4 to 6; step 3 is the last pass over the first rollout
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console  # not when it prints first: importing it draws a random number
 from transformers.trainer_callback import TrainerCallback
 
 from grpo_trainer.reports.completions import render_table
@@ -31,7 +32,5 @@ class CompletionsPrinter(TrainerCallback):
         """Prints what was kept."""
         if self._latest is None or not state.is_world_process_zero:
             return
-        from rich.console import Console
-
         Console().print(render_table(self._latest, rows=self.rows, title=f"Step {state.global_step}"))
         self._latest = None

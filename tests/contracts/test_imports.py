@@ -24,7 +24,7 @@ FLOORS = {
     **dict.fromkeys(["config", "not_yet", "assembly", "trainer", "reports"], 4),
     **dict.fromkeys(["rollout", "evaluation"], 3),
     **dict.fromkeys(["objective", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2),
-    **dict.fromkeys(["tasks", "builtin", "runtime", "trl_door"], 2),
+    **dict.fromkeys(["tasks", "builtin", "runtime", "trl_door", "stream", "checkpoint", "preemption"], 2),
     **dict.fromkeys(["types", "registry"], 1),
     **dict.fromkeys(["functional"], 0),
 }

@@ -41,6 +41,11 @@ OVERRIDDEN: dict[str, dict[str, Any]] = {
         "metric_key_prefix": "eval",
     },
     "log": {"logs": REQUIRED, "start_time": None},
+    "train": {"resume_from_checkpoint": None, "trial": None, "ignore_keys_for_eval": None},
+    "_load_rng_state": {"checkpoint": REQUIRED},
+    "_save_checkpoint": {"model": REQUIRED, "trial": REQUIRED},
+    "_get_output_dir": {"trial": REQUIRED},
+    "_push_from_checkpoint": {"checkpoint_folder": REQUIRED},
     "floating_point_ops": {"inputs": REQUIRED},
 }
 # Events of callbacks that ours answer.

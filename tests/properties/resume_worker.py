@@ -1,0 +1,192 @@
+"""Runs a tiny training that can be killed anywhere, for ``tests/properties/test_resume.py``.
+
+The script imports everything once and then reads jobs, one JSON object a line. Each is run in forked processes, one
+per rank, so that a run costs a second and its death costs nothing else. For every job it answers with a line that
+holds the exit codes (-9: killed).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+# before anything is imported that might print
+ANSWERS = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers.modeling_utils
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+
+import grpo_trainer.checkpoint
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.generation.hf import HFGenerator
+from tests.helpers import tiny_llama, tiny_tokenizer
+
+# The run writes to a record at once, as what is only in memory dies with it.
+COMMON: dict[str, Any] = dict(
+    bf16=False,
+    use_cpu=True,
+    report_to="none",
+    disable_tqdm=True,
+    per_device_train_batch_size=4,
+    num_generations=4,
+    max_completion_length=6,
+    learning_rate=1e-2,
+    max_steps=9,
+    save_strategy="steps",
+    save_steps=2,  # not where the logs are
+    logging_steps=3,
+    temperature=1.3,
+    gradient_checkpointing=False,
+    log_completions=True,
+    num_completions_to_print=1,
+)
+
+
+class KillSwitch:
+    """Counts events of a run and kills the process at one of them; half a file is written if the event is a file."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.count, self.saves = at, 0, []
+
+    def event(self, half_written: Any = None) -> None:
+        self.count += 1
+        if half_written is not None:
+            self.saves.append(self.count)
+        if self.count == self.at:
+            if half_written is not None:
+                Path(half_written).write_bytes(b"PK\x03\x04half of a file")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrap(self, owner: Any, name: str, path_argument: int | None = None) -> None:
+        inner = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self.event(args[path_argument] if path_argument is not None else None)
+            return inner(*args, **kwargs)
+
+        setattr(owner, name, wrapped)
+
+
+def rows(count: int) -> list[dict[str, str]]:
+    return [{"prompt": chr(ord("A") + i) * (1 + i % 3)} for i in range(count)]
+
+
+def stream_rows(count: int):
+    yield from rows(count)
+
+
+def run(job: dict[str, Any], rank: int) -> None:
+    out = Path(job["out"])
+    switch = KillSwitch(job["kill"] if rank == job.get("kill_rank", 0) else None)
+    # what may be half-way done when the process dies
+    switch.wrap(torch, "save", 1)
+    switch.wrap(safetensors.torch, "save_file", 1)
+    switch.wrap(transformers.modeling_utils, "safe_save_file", 1)
+    for owner, name in [(grpo_trainer.checkpoint.os, "rename"), (HFGenerator, "generate")]:
+        switch.wrap(owner, name)
+
+    record = open(out / f"record{rank}.jsonl", "a")
+
+    def reward(prompts, completions, completion_ids, trainer_state, **kwargs):
+        switch.event()
+        json.dump([trainer_state.global_step, prompts, [list(ids) for ids in completion_ids]], record)
+        record.write("\n")
+        record.flush()
+        noise = random.random() + torch.rand(()).item()  # global random states are part of the run
+        return [len(set(ids)) / 3 + (ids[0] % 7 if ids else 0) + noise * i for i, ids in enumerate(completion_ids)]
+
+    config = GRPOConfig(str(out / "run"), **{**COMMON, **job["settings"]})
+    data: Any = Dataset.from_list(rows(7))
+    if job.get("stream"):
+        shards = {"gen_kwargs": {"count": 7}}
+        data = IterableDataset.from_generator(stream_rows, **shards)
+    peft = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear") if job.get("lora") else None
+    model = tiny_llama(num_hidden_layers=1)
+    trainer = GRPOTrainer(model, reward, config, data, processing_class=tiny_tokenizer(), peft_config=peft)
+    switch.wrap(trainer, "training_step")
+    trainer.train(resume_from_checkpoint=True if job["resume"] else None)
+    assert config.world_size == job["world_size"]
+    torch.save(
+        {
+            "parameters": dict(trainer.model.state_dict()),
+            "optimizer": trainer.optimizer.state_dict()["state"],
+            "logs": [{k: v for k, v in entry.items() if is_exact(k)} for entry in trainer.state.log_history],
+            "rng": (random.getstate(), torch.get_rng_state()),
+            "events": switch.count,
+            "saves": switch.saves,
+        },
+        out / f"end{rank}.pt",
+    )
+
+
+def is_exact(name: str) -> bool:
+    """Whether a logged figure is no measure of time."""
+    return not any(word in name for word in ("time", "second", "runtime"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def fork(job: dict[str, Any], rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        log = os.open(f"{job['out']}/log{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1), os.dup2(log, 2)
+        if job["world_size"] > 1:
+            os.environ.update(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world_size"]),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            )  # fmt: skip
+        run(job, rank)
+        code = 0
+    except SystemExit as leave:
+        code = leave.code
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)
+
+
+def answer(job: dict[str, Any]) -> list[int]:
+    """Runs a job; once one of its processes was killed, so are the others, as a launcher does."""
+    port = free_port()
+    children = [fork(job, rank, port) for rank in range(job["world_size"])]
+    if job.get("terminate"):  # SIGTERM to the first process as soon as the file appears
+        while not Path(job["terminate"]).exists():
+            time.sleep(0.01)
+        os.kill(children[0], signal.SIGTERM)
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        child, status = os.wait()
+        codes[child] = os.waitstatus_to_exitcode(status)
+        if codes[child]:
+            for other in set(children) - set(codes):
+                os.kill(other, signal.SIGKILL) if codes[child] < 0 else None
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), file=ANSWERS, flush=True)

@@ -1,0 +1,150 @@
+"""A run that is killed and goes on from its last complete checkpoint ends as the run that was never killed.
+
+Bit for bit: parameters, optimizer, random states, prompts, completions, rewards and all that is logged. The runs are
+killed with SIGKILL at events drawn by a seed: while generating, while scoring, in a micro-step, and half-way through
+writing a file of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("resume_worker.py")
+ROOT = WORKER.parents[2]
+
+# 7 prompts; a rollout of 3 micro-batches is used twice, in optimizer steps of 2 micro-batches: rollouts straddle steps,
+# and a checkpoint every 2 steps lies inside a rollout. Two epochs and more.
+STRADDLING = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2}
+CASES = {
+    "straddling": {"settings": STRADDLING},
+    "on policy, reference": {"settings": {"gradient_accumulation_steps": 2, "beta": 0.1}},
+    "stream": {"settings": {**STRADDLING, "max_steps": 11}, "stream": True},
+    "lora": {"settings": {**STRADDLING, "beta": 0.1}, "lora": True},
+    "two processes": {"settings": STRADDLING, "world_size": 2},
+}
+
+
+class Runs:
+    """Jobs for the worker, and what they leave."""
+
+    def __init__(self, process: subprocess.Popen) -> None:
+        self._process = process
+
+    def __call__(self, out: Path, **job) -> list[int]:
+        out.mkdir(exist_ok=True)
+        job = {"kill": None, "resume": False, "world_size": 1, "out": str(out), "settings": {}, **job}
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def runs():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(
+        [sys.executable, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    yield Runs(process)
+    process.stdin.close()
+    process.wait(timeout=60)
+
+
+def end(out: Path, rank: int = 0) -> dict:
+    return torch.load(out / f"end{rank}.pt", weights_only=False)
+
+
+def completions(out: Path, rank: int = 0) -> dict[int, list]:
+    """Optimizer step -> what was scored for it; of a step that was done again, what was scored last."""
+    lines = map(json.loads, (out / f"record{rank}.jsonl").read_text().splitlines())
+    return {step: [prompts, ids] for step, prompts, ids in lines}
+
+
+def logs(out: Path) -> str:
+    return "".join(path.read_text()[-2000:] for path in sorted(out.glob("log*.txt")))
+
+
+def assert_equal(a, b, where="") -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}/{i}")
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), where
+    else:
+        assert a == b or (a != a and b != b), (where, a, b)
+
+
+def assert_same_run(whole: Path, parts: Path, world_size: int) -> None:
+    for rank in range(world_size):
+        for name in ("parameters", "optimizer", "logs", "rng"):
+            assert_equal(end(whole, rank)[name], end(parts, rank)[name], f"rank {rank}: {name}")
+        assert completions(whole, rank) == completions(parts, rank)
+    tables = [{p.name: p.read_bytes() for p in (out / "run/completions").iterdir()} for out in (whole, parts)]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "seed"),
+    [pytest.param(case, seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(4) for case in CASES],
+)
+def test_a_killed_run_ends_as_if_it_had_not_been(runs, tmp_path_factory, case, seed):
+    job = CASES[case]
+    world_size = job.get("world_size", 1)
+    whole = tmp_path_factory.getbasetemp() / f"whole {case}"
+    if not whole.exists():
+        assert runs(whole, **job) == [0] * world_size, logs(whole)
+    draw = random.Random(f"{case} {seed}")
+    events, saves = end(whole)["events"], end(whole)["saves"]
+    # once anywhere, and once more, in a checkpoint that is being written
+    first = draw.randint(1, events)
+    parts = tmp_path_factory.mktemp("parts")
+    assert runs(parts, **job, kill=first)[0] == -9, logs(parts)
+    second = draw.choice(saves[: max(1, len(saves) // 2)])
+    codes = runs(parts, **job, kill=second, resume=True)
+    assert codes[0] in (-9, 0), logs(parts)  # 0 if so little was left that it was over before
+    if codes[0]:
+        assert runs(parts, **job, resume=True) == [0] * world_size, logs(parts)
+    assert_same_run(whole, parts, world_size)
+    assert not (parts / "run/_unfinished").exists()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_told_to_terminate_saves_and_leaves_with_its_own_code(runs, tmp_path, world_size):
+    """SIGTERM reaches the first of two processes only, as from a careless scheduler: both agree on where to stop."""
+    job = {"settings": {**STRADDLING, "save_strategy": "no", "max_steps": 40}, "world_size": world_size}
+    parts, whole = tmp_path / "parts", tmp_path / "whole"
+    assert runs(whole, **job) == [0] * world_size, logs(whole)
+    assert runs(parts, **job, terminate=str(parts / "record0.jsonl")) == [143] * world_size, logs(parts)
+    (saved,) = (parts / "run").glob("checkpoint-*")
+    assert int(saved.name.split("-")[1]) < 40
+    assert runs(parts, **job, resume=True) == [0] * world_size, logs(parts)
+    assert_same_run(whole, parts, world_size)
+
+
+def test_a_resume_says_which_settings_are_not_what_they_were(runs, tmp_path):
+    job = {"settings": {"lr_scheduler_type": "constant", "max_steps": 2}}
+    assert runs(tmp_path, **job) == [0]
+    longer = {"lr_scheduler_type": "constant", "max_steps": 4}
+    assert runs(tmp_path, settings={**longer, "temperature": 0.5}, resume=True) == [0], logs(tmp_path)
+    warnings = [line for line in logs(tmp_path).splitlines() if "when" in line and "was written" in line]
+    assert len(warnings) == 1  # a longer run under a constant rate is the same run
+    assert warnings[0].startswith("temperature was 1.3 when") and "is 0.5 now" in warnings[0]
+
+
+def test_a_rollout_that_waits_is_drawn_afresh_if_the_batches_are_cut_otherwise(runs, tmp_path):
+    assert runs(tmp_path, settings={**STRADDLING, "max_steps": 2}) == [0]
+    other = {**STRADDLING, "steps_per_generation": 2, "max_steps": 4}
+    assert runs(tmp_path, settings=other, resume=True) == [0], logs(tmp_path)
+    assert "steps_per_generation was 3" in logs(tmp_path)

@@ -1,0 +1,67 @@
+"""SIGTERM is noted once, and fatal again after that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from grpo_trainer.preemption import EXIT_CODE, TerminationNotice
+
+
+def test_the_exit_code_is_that_of_a_terminated_process():
+    assert EXIT_CODE == 143  # 128 + 15
+
+
+def test_a_termination_is_noted_and_the_default_is_back_afterwards():
+    notice = TerminationNotice()
+    with notice:
+        assert not notice.given
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert notice.given
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    with notice:
+        assert not notice.given  # of the run before
+
+
+def test_a_handler_of_the_users_own_is_left_alone(monkeypatch):
+    came = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
+    try:
+        with TerminationNotice() as notice:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert came == [True] and not notice.given
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_a_thread_that_gets_no_signals_goes_without():
+    failures = []
+
+    def enter():
+        try:
+            with TerminationNotice():
+                pass
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("times", [2])
+def test_the_second_termination_is_fatal(times):
+    code = (
+        "import os, signal, sys; sys.path.insert(0, '.');"
+        "from grpo_trainer.preemption import TerminationNotice;"
+        f"c = TerminationNotice(); c.__enter__();"
+        f"[os.kill(os.getpid(), signal.SIGTERM) for _ in range({times})]; print('still here')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGTERM and "still here" not in done.stdout
