@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +9,17 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
 from grpo_trainer.config import GRPOConfig
-from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.data import PromptRenderer
 from grpo_trainer.generation.hf import check_extra
 from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
 from grpo_trainer.objective import Objective, build_objective
-from grpo_trainer.reports.completions import CompletionsWriter
+from grpo_trainer.reports.completions import FOLDER, CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
-from grpo_trainer.rewards.base import RESERVED, RewardSet
+from grpo_trainer.reports.tracker import CompletionsTracker
+from grpo_trainer.reports.uploader import CompletionsUploader
+from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rewards.model import RewardModel
-from grpo_trainer.stream import check_stream, is_stream
 from grpo_trainer.types import SamplingParams
-
-ROWS_CHECKED = 2000
-"""Rows whose prompt is rendered when a trainer is made, to find bad ones early; others are checked when met."""
 
 
 def check_args(args: GRPOConfig | None, model: Any) -> GRPOConfig:
@@ -48,98 +44,6 @@ def check_args(args: GRPOConfig | None, model: Any) -> GRPOConfig:
             "import GRPOConfig from grpo_trainer too"
         )
     return args
-
-
-def check_dataset(name: str, dataset: Any, renderer: PromptRenderer, limit: ContextLimit) -> None:
-    """Renders the first ``ROWS_CHECKED`` prompts, and checks that each leaves room for a completion.
-
-    Args:
-        name: of the argument, for messages.
-        dataset: rows, or None.
-        renderer: row -> prompt.
-        limit: what the model has room for.
-
-    Raises:
-        ValueError: if the dataset has no rows, cannot be read as it needs to be, or has a row whose prompt is not legal
-            or too long.
-    """
-    if dataset is None:
-        return
-    if isinstance(dataset, (Mapping, str)) or hasattr(dataset, "iloc"):
-        remedy = {
-            "str": "load it first",
-            "DataFrame": "give datasets.Dataset.from_pandas(frame)",
-        }.get(type(dataset).__name__, "give one of its splits, e.g. dataset['train']")
-        raise ValueError(f"{name} is a {type(dataset).__name__}, not a dataset of rows: {remedy}")
-    if is_stream(dataset):
-        check_stream(name, dataset)
-        first = first_row(dataset)
-        if first is None:
-            raise ValueError(f"{name} is empty")
-        limit.check(renderer(first, f"row 0 of {name}"), f"row 0 of {name}")  # the others are checked when met
-        return
-    if len(dataset) == 0:
-        raise ValueError(f"{name} is empty")
-    kinds: dict[bool, int] = {}
-    for i in range(min(len(dataset), ROWS_CHECKED)):
-        where = f"row {i} of {name}"
-        prompt = renderer(dataset[i], where)
-        limit.check(prompt, where)
-        kinds.setdefault(prompt.conversational, i)
-    if len(kinds) > 1:
-        raise ValueError(
-            f"{name} mixes prompts that are strings (row {kinds[False]}) and lists of messages (row {kinds[True]}), so "
-            "a reward function would be given both kinds of completions; bring all into one form"
-        )
-
-
-def first_row(dataset: Any) -> Any:
-    """The first row of a dataset or a stream, None if there is none."""
-    return next(iter(dataset), None) if is_stream(dataset) else dataset[0] if len(dataset) else None
-
-
-def check_reward_columns(rewards: RewardSet, dataset: Any) -> None:
-    """Checks that each reward function can be called with the columns that there are.
-
-    Args:
-        rewards: the functions.
-        dataset: rows, or None.
-
-    Raises:
-        ValueError: if a function asks for a column that is not there, or does not take one that is.
-    """
-    if dataset is None:
-        return
-    columns = set(first_row(dataset) or ()) - RESERVED
-    given = dict.fromkeys([*columns, "prompts", "completions", "completion_ids", "trainer_state"])
-    given |= dict.fromkeys(["log_extra", "log_metric"])
-    for name, function in zip(rewards.names, rewards.functions, strict=True):
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # written in C, say
-            continue
-        try:
-            signature.bind(**given)
-        except TypeError as error:
-            raise ValueError(
-                f"reward function {name!r} cannot be called: {error}. It is called with prompts, completions, "
-                f"completion_ids, trainer_state, log_extra, log_metric and the dataset's columns "
-                f"({', '.join(sorted(columns)) or 'none besides prompt'}); add **kwargs for those it does not need"
-            ) from error
-
-
-def named_datasets(eval_dataset: Any) -> dict[str, Any]:
-    """The evaluation sets by the names that messages should use.
-
-    Args:
-        eval_dataset: one dataset, a mapping from name to dataset, or None.
-
-    Returns:
-        Name -> dataset.
-    """
-    if isinstance(eval_dataset, Mapping):
-        return {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
-    return {"eval_dataset": eval_dataset}
 
 
 def reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: PromptRenderer) -> RewardSet:
@@ -241,11 +145,31 @@ def report_callbacks(args: GRPOConfig) -> list[TrainerCallback]:
         args: the configuration.
 
     Returns:
-        Callbacks, possibly none.
+        Callbacks, possibly none, in the order in which they are to be called.
     """
     if not args.log_completions:
         return []
-    return [CompletionsWriter(Path(args.output_dir) / "completions"), CompletionsPrinter(args.num_completions_to_print)]
+    folder = Path(args.output_dir) / FOLDER
+    writer = CompletionsWriter(folder)
+    unique = args.log_unique_prompts
+    printer = CompletionsPrinter(writer, args.num_completions_to_print, unique=unique)
+    callbacks: list[TrainerCallback] = [writer, printer, CompletionsTracker(writer, unique=unique)]
+    if args.log_completions_hub_repo is not None:
+        callbacks.append(CompletionsUploader(folder, args.log_completions_hub_repo))
+    return callbacks
+
+
+def prefer_own_progress(trainer: Any) -> None:
+    """Takes transformers' bars and printed dicts away from a trainer that has a callback in their place.
+
+    Args:
+        trainer: with all its callbacks.
+    """
+    callbacks = trainer.callback_handler.callbacks
+    if any(getattr(callback, "replaces_progress", False) for callback in callbacks):
+        for callback in list(callbacks):
+            if type(callback).__name__ in ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback"):
+                trainer.remove_callback(callback)
 
 
 def refuse_not_yet(**arguments: Any) -> None:

@@ -99,6 +99,9 @@ def writing(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
     Args:
         folder: where the checkpoint is to be, ``…/checkpoint-<step>``. One that is there already is replaced.
+
+    Yields:
+        The folder to write into.
     """
     final = Path(folder)
     draft = draft_of(final)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from grpo_trainer.data import OVERLONG_PROMPTS
 from grpo_trainer.not_yet import NotYet
 from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
 from grpo_trainer.registry import suggest
@@ -59,6 +61,10 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that a model repository brings."})
     disable_dropout: bool = field(default=False, metadata={"help": "Set every dropout of the policy to 0."})
+    cast_lm_head_to_fp32: bool = field(
+        default=False,
+        metadata={"help": "Keep the vocabulary head in float32 and compute it so, outside autocast too."},
+    )
 
     # --- data ---------------------------------------------------------------------------------------------------------
     num_generations: int | None = field(default=8, metadata={"help": "G, completions per prompt; at least 2."})
@@ -116,12 +122,35 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     use_bias_correction_kl: bool = field(
         default=True, metadata={"help": "Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."}
     )
+    sync_ref_model: bool = field(
+        default=False,
+        metadata={"help": "Let the reference follow the policy, every ref_model_sync_steps optimizer steps."},
+    )
+    ref_model_mixup_alpha: float = field(
+        default=0.6,
+        metadata={"help": "Share of the policy in the new reference, in (0, 1]; 1 makes it the policy of then."},
+    )
+    ref_model_sync_steps: int = field(
+        default=512, metadata={"help": "Optimizer steps from one sync of the reference to the next."}
+    )
 
     # --- logging ------------------------------------------------------------------------------------------------------
     log_completions: bool = field(
-        default=False, metadata={"help": "Print completions and write them to output_dir/completions at each log."}
+        default=False,
+        metadata={
+            "help": "Write all completions to output_dir/completions; at each log print the latest and send them to "
+            "W&B or Trackio."
+        },
     )
     num_completions_to_print: int | None = field(default=None, metadata={"help": "Rows printed; None prints all."})
+    log_unique_prompts: bool = field(
+        default=False,
+        metadata={"help": "Print and send only the first completion of each prompt; all are written."},
+    )
+    log_completions_hub_repo: str | None = field(
+        default=None, metadata={"help": "Dataset repository on the hub that the written completions are uploaded to."}
+    )
+    log_multimodal: bool = field(default=True, metadata={"help": "Images in the tables; prompts hold none yet."})
 
     # --- fields of our own --------------------------------------------------------------------------------------------
     advantage_ddof: int = field(
@@ -129,6 +158,17 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     )
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads on a CPU; None takes the cores that this process may use."}
+    )
+    max_prompt_length: int | None = field(
+        default=None, metadata={"help": "Most tokens of a prompt, all special tokens included; None sets no limit."}
+    )
+    overlong_prompts: str = field(
+        default="truncate_left",
+        metadata={
+            "help": "What becomes of a longer prompt: "
+            + "; ".join(f"{name}: {what}" for name, what in OVERLONG_PROMPTS.items())
+            + "."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -155,17 +195,30 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         """Numbers are numbers: a text would fail later, somewhere else, and without its name."""
         whole = (
             *("num_generations", "num_generations_eval", "max_completion_length", "top_k", "num_iterations"),
-            *("steps_per_generation", "generation_batch_size", "max_steps"),
+            *(
+                "steps_per_generation",
+                "generation_batch_size",
+                "max_steps",
+                "max_prompt_length",
+                "ref_model_sync_steps",
+                "num_completions_to_print",
+            ),
         )
-        real = ("temperature", "top_p", "min_p", "repetition_penalty", "beta", "epsilon", "epsilon_high", "delta")
-        required = ("num_generations", "max_completion_length", "temperature", "beta", "epsilon")
+        real = (
+            *("temperature", "top_p", "min_p", "repetition_penalty", "beta", "epsilon", "epsilon_high", "delta"),
+            "ref_model_mixup_alpha",
+        )
+        required = (
+            *("num_generations", "max_completion_length", "temperature", "beta", "epsilon"),
+            *("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        )
         for name in (*whole, *real):
             value = getattr(self, name)
             if value is None and name not in required:
                 continue
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ValueError(f"{name}={value!r} must be a number, not {type(value).__name__}")
-            if name in whole and value != int(value):
+            if name in whole and not (math.isfinite(value) and value == int(value)):
                 raise ValueError(f"{name}={value} must be a whole number")
             if name in whole:
                 setattr(self, name, int(value))
@@ -199,14 +252,28 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
                 raise ValueError(f"{name} must be a mapping, got {type(value).__name__}: {value!r}")
 
     def _check_choices(self) -> None:
-        for name, legal in (("loss_type", LOSS_TYPES), ("scale_rewards", SCALE_REWARDS)):
+        for name, legal in (
+            ("loss_type", LOSS_TYPES),
+            ("scale_rewards", SCALE_REWARDS),
+            ("overlong_prompts", OVERLONG_PROMPTS),
+        ):
             value = getattr(self, name)
-            if value not in legal:
+            if not isinstance(value, str) or value not in legal:
                 raise ValueError(f"{name}={value!r} is unknown.{suggest(str(value), legal)} Legal: {', '.join(legal)}.")
+        if self.max_prompt_length is None and self.overlong_prompts != "truncate_left":
+            raise ValueError(
+                f"overlong_prompts={self.overlong_prompts!r} has nothing to act on without a limit: set "
+                "max_prompt_length, or leave overlong_prompts out"
+            )
         if self.remove_unused_columns:
             raise ValueError(
                 "remove_unused_columns=True would take the dataset's columns away from the reward functions. "
                 "Set remove_unused_columns=False, and drop columns from the dataset itself if you must."
+            )
+        if self.log_completions_hub_repo is not None and not self.log_completions:
+            raise ValueError(
+                f"log_completions_hub_repo={self.log_completions_hub_repo!r} has nothing to upload while "
+                "log_completions=False: set log_completions=True, or leave log_completions_hub_repo out"
             )
         if self.advantage_ddof not in (0, 1):
             raise ValueError(f"advantage_ddof={self.advantage_ddof} must be 1 (sample) or 0 (population)")
@@ -233,11 +300,19 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
                 self.num_generations_eval is None or self.num_generations_eval >= 1,
                 "at least 1, or None",
             ),
+            ("ref_model_mixup_alpha", 0 < self.ref_model_mixup_alpha <= 1, "in (0, 1]"),
+            ("ref_model_sync_steps", self.ref_model_sync_steps >= 1, "at least 1"),
+            ("max_prompt_length", self.max_prompt_length is None or self.max_prompt_length >= 1, "at least 1, or None"),
         ]
         for name, legal, rule in rules:
             value = getattr(self, name)
             if not legal or (isinstance(value, float) and not math.isfinite(value)):
                 raise ValueError(f"{name}={value} must be {rule}")
+        if self.sync_ref_model and not self.beta:
+            raise ValueError(
+                f"sync_ref_model=True moves the reference, but beta={self.beta} needs none: set beta above 0, or leave "
+                "sync_ref_model out"
+            )
 
     def _check_parallelism(self) -> None:
         if self.auto_find_batch_size:
@@ -273,6 +348,20 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             self.steps_per_generation = self.gradient_accumulation_steps
         plan = self.batch_plan()
         self.generation_batch_size = plan.completions_per_rollout
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings as plain values, as they are saved and sent to tracking services: without tokens.
+
+        Returns:
+            Field -> value.
+        """
+        public = copy.copy(self)
+        if isinstance(self.model_init_kwargs, dict):  # may hold the hub's token, as the fields for it do
+            public.model_init_kwargs = {
+                name: f"<{name.upper()}>" if name == "token" or name.endswith("_token") else value
+                for name, value in self.model_init_kwargs.items()
+            }
+        return super(GRPOConfig, public).to_dict()
 
     def batch_plan(self) -> BatchPlan:
         """The arithmetic of rollouts and micro-batches, checked.

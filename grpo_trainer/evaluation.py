@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +82,9 @@ def sample(
     try:
         for k in range(rank, len(chunks), world_size):
             counts = [num_generations] * len(chunks[k])
-            drawn = collector.draw(chunks[k], counts, seed=combine_seed(seed, k), sampling=sampling)
+            names = [f"row {k * rows_at_once + i} of the evaluation set" for i in range(len(chunks[k]))]
+            with random_states_of_its_own(combine_seed(seed, k)):  # a reward function may draw from them
+                drawn = collector.draw(chunks[k], counts, seed=combine_seed(seed, k), sampling=sampling, names=names)
             parts.append((k, drawn.rewards, _facts(drawn), drawn.texts))
     except Exception as error:
         failure = error
@@ -108,6 +113,28 @@ def sample(
         lengths=grouped(facts[:, 1].int().tolist()),
         figures=store.reduce(),
     )
+
+
+@contextlib.contextmanager
+def random_states_of_its_own(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's random states from a seed inside, as they were before afterwards.
+
+    Args:
+        seed: a whole number.
+
+    Yields:
+        Nothing.
+    """
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def combine_seed(*parts: int) -> int:

@@ -25,9 +25,6 @@ class NotYet(TrainingArguments):
     """The fields, each with TRL's default and what it would be about."""
 
     router_aux_loss_coef: float | None = _not_yet(None, "the load-balancing loss of mixture-of-experts models")
-    cast_lm_head_to_fp32: bool = _not_yet(
-        False, "an fp32 head over a model in lower precision; load the model in float32 instead (the default)"
-    )
     ds3_gather_for_generation: bool = _not_yet(True, "generation without gathering ZeRO-3's weights")
     pad_to_multiple_of: int | str | None = _not_yet(
         "auto", "padding to a multiple; rows are padded to the longest of their micro-batch"
@@ -80,17 +77,7 @@ class NotYet(TrainingArguments):
     entropy_coef_max: float = _not_yet(1.0, "the entropy bonus")
     entropy_coef_delta: float = _not_yet(0.005, "the entropy bonus")
     entropy_target: float = _not_yet(0.2, "the entropy bonus")
-    sync_ref_model: bool = _not_yet(
-        False, "a reference that follows the policy; it stays what the policy was at the start"
-    )
-    ref_model_mixup_alpha: float = _not_yet(0.6, "a reference that follows the policy")
-    ref_model_sync_steps: int = _not_yet(512, "a reference that follows the policy")
     max_tool_calling_iterations: int | None = _not_yet(None, "tools")
-    log_multimodal: bool = _not_yet(True, "images")
-    log_unique_prompts: bool = _not_yet(False, "one row per prompt in the completions table")
-    log_completions_hub_repo: str | None = _not_yet(
-        None, "a completions table on the hub; log_completions writes it to output_dir/completions"
-    )
 
     def refuse_not_yet(self) -> None:
         """Refuses what is not supported yet.

@@ -51,10 +51,22 @@ OWN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "time/", "train_", "e
 
 
 class Reference(Protocol):
-    """A frozen policy: inside the context, the module that speaks for it."""
+    """A policy that stays behind: inside the context, the module that speaks for it."""
 
     def activate(self) -> contextlib.AbstractContextManager[nn.Module]:
         """The context."""
+        ...
+
+    def sync(self, model: nn.Module, alpha: float) -> None:
+        """Moves it towards the policy, by the share alpha of the way."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Its weights by name, if it has moved."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up what ``state_dict`` gave."""
         ...
 
 
@@ -241,7 +253,7 @@ class RolloutCollector:
         Raises:
             ValueError: if its prompt is not legal.
         """
-        return not getattr(self.limit, "filters", False) or self.limit.keeps(self.renderer(row, name))
+        return not self.limit.filters or self.limit.keeps(self.renderer(row, name))
 
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others
     # in the very tensor that they exchange anyway.

@@ -128,11 +128,9 @@ class _Rows:
         if not self._num_workers:
             return iter(self._dataset)
         source = self._dataset if isinstance(self._dataset, IterableDataset) else _Iterated(self._dataset)
-        # a generator of its own: a loader draws from the process's otherwise, and a resumed run would draw at other times
+        # a loader without a generator draws from the process's, which a resumed run would do at other times
         own = torch.Generator().manual_seed(epoch)
-        loader = DataLoader(
-            source, batch_size=None, num_workers=self._num_workers, collate_fn=_as_is, generator=own
-        )
+        loader = DataLoader(source, batch_size=None, num_workers=self._num_workers, collate_fn=_as_is, generator=own)
         return iter(loader)
 
 

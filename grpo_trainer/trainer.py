@@ -7,29 +7,22 @@ objective is evaluated. Configuration fields become objects in ``__init__``; not
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, rotate_checkpoints
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from grpo_trainer.assembly import (
     check_args,
-    check_dataset,
-    check_eval_dataset,
-    check_reward_columns,
     course_settings,
     objective_of,
     refuse_not_yet,
@@ -37,18 +30,10 @@ from grpo_trainer.assembly import (
     reward_set,
     sampling_params,
 )
-from grpo_trainer.checkpoint import (
-    RunState,
-    changed_settings,
-    clear_unfinished,
-    draft_of,
-    find_checkpoint,
-    save_settings,
-    state_file,
-    writing,
-)
+from grpo_trainer.checkpoint import RunState
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptLimit, PromptRenderer
+from grpo_trainer.dataset import check_dataset, check_eval_dataset, check_reward_columns
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
 from grpo_trainer.generation.hf import HFGenerator
 from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
@@ -56,8 +41,8 @@ from grpo_trainer.metrics import MetricStore
 from grpo_trainer.objective import masked_sum
 from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import completion_logprobs
-from grpo_trainer.preemption import EXIT_CODE, TerminationNotice
 from grpo_trainer.reports.first_prompt import FirstPrompt
+from grpo_trainer.resumable import ResumableTrainer
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
 from grpo_trainer.runtime import HeapWatch, prepare_cpu
@@ -67,14 +52,8 @@ from grpo_trainer.types import RolloutBatch, Row
 
 logger = logging.get_logger(__name__)
 
-_LAYOUT = frozenset(
-    ["world_size", "per_device_train_batch_size", "gradient_accumulation_steps"]
-    + ["steps_per_generation", "num_iterations", "num_generations"]
-)
-"""Settings without which a rollout that waits in a checkpoint cannot be used."""
 
-
-class GRPOTrainer(Trainer):
+class GRPOTrainer(ResumableTrainer):
     """Trains a causal language model with Group Relative Policy Optimization.
 
     Takes the place of TRL's trainer of the same name: the same arguments with the same meaning.
@@ -152,6 +131,7 @@ class GRPOTrainer(Trainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
             gradient_checkpointing=bool(args.gradient_checkpointing),
+            cast_lm_head_to_fp32=args.cast_lm_head_to_fp32,
         )
         if args.disable_dropout:
             disable_dropout(policy)
@@ -198,16 +178,9 @@ class GRPOTrainer(Trainer):
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
-        self._warned: set[str] = set()
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
-        self._checkpoint: str | None = None  # that this run goes on from
-        self._rng_due = False  # whether its random states are still to be taken up
-        self._draft_dir: str | None = None  # stands for the output folder while a checkpoint is written
-        self._losses_since = 0  # the step since which the Trainer's sum of losses counts
-        self._termination = TerminationNotice()
-        self._stopping = False  # whether some process was told to terminate
-        self.add_callback(_Seam(self._take_up, self._end_step))
+        self.add_callback(_StepClock(self._end_step))
 
     def _zero_stage(self) -> int:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
@@ -217,7 +190,11 @@ class GRPOTrainer(Trainer):
         self, renderer: PromptRenderer, limit: PromptLimit, rewards: RewardSet, handed_in_as_peft: bool
     ) -> RolloutCollector:
         args: GRPOConfig = self.args
-        reference = make_reference(self.model, handed_in_as_peft=handed_in_as_peft) if args.beta else None
+        reference = (
+            make_reference(self.model, handed_in_as_peft=handed_in_as_peft, moves=args.sync_ref_model)
+            if args.beta
+            else None
+        )
         return RolloutCollector(
             renderer=renderer,
             generator=HFGenerator(lambda: self.model, self.accelerator.autocast),
@@ -403,11 +380,9 @@ class GRPOTrainer(Trainer):
                     none = -torch.inf if how == "max" else torch.inf
                     self.metrics.extreme(f"{name}_{how}", torch.where(count > 0, total / count, none), how)
 
-    def _end_step(self, control: TrainerControl) -> None:
+    def _end_step(self) -> None:
         """Closes the books of one optimizer step: every time is per step, and what is not named is the update."""
-        self._stopping = self._is_terminated()
-        if self._stopping:
-            control.should_save = control.should_training_stop = True
+        self._sync_reference()
         if self._step_started is None:
             return
         seconds = time.perf_counter() - self._step_started
@@ -418,149 +393,34 @@ class GRPOTrainer(Trainer):
         self.metrics.add("step_time", seconds)
         self.metrics.add("tokens_per_second", 0.0, seconds / self.args.world_size)
 
-    # --- a run in parts --------------------------------------------------------------------------------------------------
+    def _sync_reference(self) -> None:
+        """Moves the reference towards the policy every so many optimizer steps; before a checkpoint, which holds it."""
+        due = self.args.sync_ref_model and self.state.global_step % self.args.ref_model_sync_steps == 0
+        if due and self.collector.reference is not None:
+            self.collector.reference.sync(self.model, self.args.ref_model_mixup_alpha)
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Trains. A run that goes on from a checkpoint ends as it would have without the break.
-
-        SIGTERM, by which a scheduler announces that it takes the machine back, lets the step finish and saves a
-        checkpoint, in whichever process it arrives.
-
-        Args:
-            resume_from_checkpoint: a checkpoint's folder; True for the last one in ``output_dir``, which starts anew
-                if there is none; None or False starts anew.
-            trial: of a hyperparameter search.
-            ignore_keys_for_eval: not used.
-
-        Returns:
-            Steps, mean loss and figures.
-
-        Raises:
-            ValueError: if the folder is no checkpoint that a run can go on from.
-            SystemExit: with code 143, after SIGTERM and its checkpoint.
-        """
-        self._checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
-        if resume_from_checkpoint and self._checkpoint is None:
-            logger.warning("there is no checkpoint in %s to go on from: the run starts anew", self.args.output_dir)
-        if self.is_world_process_zero():
-            clear_unfinished(self.args.output_dir)
-        self._rng_due = self._checkpoint is not None
-        self._stopping = False
-        with self._termination:
-            output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
-        if self._stopping and self.state.global_step < self.state.max_steps:
-            raise SystemExit(EXIT_CODE)
-        return output._replace(training_loss=self._mean_loss())
-
-    def _take_up(self) -> None:
-        """Goes on where the checkpoint was written: called when the Trainer has loaded its own part of it."""
-        self._losses_since = self.state.global_step
-        if self._checkpoint is None:
-            return
-        changed = changed_settings(self._checkpoint, self._course())
-        for name, (then, now) in changed.items():
-            self._warn_once(
-                f"changed {name}",
-                f"{name} was {then} when {self._checkpoint} was written and is {now} now: the run goes on, but not as "
-                "it would have without the break",
-            )
-        if not state_file(self._checkpoint, self.args.process_index).is_file():
-            self._warn_once(
-                "no state",
-                f"{self._checkpoint} holds no state of this trainer for a run with {self.args.world_size} processes: a "
-                "rollout that was in use is drawn afresh",
-            )
-            return
-        state = RunState.load(self._checkpoint, self.args.process_index, self.args.device)
-        if not _LAYOUT.intersection(changed):
-            self._pending = deque(state.pending)
-        self.metrics.load_state_dict(state.metrics)
-        self._tr_loss += state.loss
-        self._total_loss_scalar = state.loss_total
-        self._losses_since = state.losses_since
-        self._globalstep_last_logged = state.last_logged
-        if state.reference and self.collector.reference is not None:
-            self.collector.reference.load_state_dict(state.reference)
-
-    def _mean_loss(self) -> float:
-        """Over all steps of the run, also those before a break, unless they are not known."""
-        return self._total_loss_scalar / max(self.state.global_step - self._losses_since, 0.001)
+    # --- a run in parts -------------------------------------------------------------------------------------------
 
     def _course(self) -> dict[str, Any]:
         """The settings that the course of the run depends on."""
         return course_settings(self.args, self.train_dataset, self.collector.rewards)
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Once per run that goes on: the Trainer asks again after the first rollout, which has drawn by then."""
-        if self._rng_due:
-            self._rng_due = False
-            super()._load_rng_state(checkpoint)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes a checkpoint that is complete or not there."""
-        run_dir = self._get_output_dir(trial)
-        final = os.path.join(run_dir, f"checkpoint-{self.state.global_step}")
-        draft = draft_of(final)
-        with writing(final) if self.args.should_save else contextlib.nullcontext():
-            self.accelerator.wait_for_everyone()  # the draft's folder is there, and empty
-            self._draft_dir = str(draft.parent)
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._draft_dir = None
-            if not self.args.save_only_model:
-                self._save_run_state(draft)
-            if self.state.best_model_checkpoint == str(draft):
-                self.state.best_model_checkpoint = final
-                if self.args.should_save:
-                    self.state.save_to_json(str(draft / TRAINER_STATE_NAME))
-            self.accelerator.wait_for_everyone()  # every process has written its part
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(final)
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def _save_run_state(self, folder: Path) -> None:
+    def _run_state(self) -> RunState:
         """What the rest of the run depends on and the Trainer does not save."""
         reference = self.collector.reference
-        RunState(
+        return RunState(
             pending=list(self._pending),
             metrics=self.metrics.state_dict(),
-            loss=self._tr_loss.item(),
-            loss_total=self._total_loss_scalar,
-            losses_since=self._losses_since,
-            last_logged=self._globalstep_last_logged,
             reference=reference.state_dict() if reference is not None else {},
-        ).save(folder, self.args.process_index)
-        if self.args.should_save:
-            save_settings(folder, self._course())
+        )
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """The output folder; while a checkpoint is written, the folder of drafts."""
-        return self._draft_dir or super()._get_output_dir(trial)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Uploads a checkpoint when it lies in its place, since the upload goes on in the background."""
-        if self._draft_dir is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _is_terminated(self) -> bool:
-        """Whether a process of the run was told to terminate; every process must ask at the same point."""
-        if self.args.world_size == 1:
-            return self._termination.given
-        given = torch.tensor(float(self._termination.given), device=self.args.device)
-        return bool(self.accelerator.reduce(given, reduction="sum").item())
+    def _take_run_state(self, state: RunState, *, same_layout: bool) -> None:
+        """Takes it up again; with another layout, micro-batches that wait cannot be used."""
+        if same_layout:
+            self._pending = deque(state.pending)
+        self.metrics.load_state_dict(state.metrics)
+        if state.reference and self.collector.reference is not None:
+            self.collector.reference.load_state_dict(state.reference)
 
     # --- evaluation -----------------------------------------------------------------------------------------------
 
@@ -638,8 +498,6 @@ class GRPOTrainer(Trainer):
                 figures["time/update"] = max(figures["step_time"] - parts, 0.0)
             self._warn_early(figures)
             logs.update(figures)
-        if "train_loss" in logs:
-            logs["train_loss"] = self._mean_loss()
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
@@ -686,36 +544,21 @@ class GRPOTrainer(Trainer):
         if "completions/mean_length" in figures and "reward" not in figures:
             self._warn_once("unscored", "no reward function applied to any completion (all returned None).")
 
-    def _warn_once(self, key: str, message: str) -> None:
-        if key not in self._warned and self.is_world_process_zero():
-            self._warned.add(key)
-            logger.warning(message)
-
     def _gather(self, tensor: Tensor) -> Tensor:
         if self.args.world_size == 1:
             return tensor
         return self.accelerator.gather(tensor.to(self.args.device)).cpu()
 
 
-class _Seam(TrainerCallback):
-    """Calls the trainer at two points of the Trainer's loop that have no method to override.
+class _StepClock(TrainerCallback):
+    """Tells the trainer that an optimizer step is over, before it is logged."""
 
-    Args:
-        take_up: called when training begins, with everything that the Trainer restores from a checkpoint in place.
-        end_step: called when an optimizer step is over, before it is logged.
-    """
-
-    def __init__(self, take_up: Callable[[], None], end_step: Callable[[TrainerControl], None]) -> None:
-        self._take_up = take_up
+    def __init__(self, end_step: Callable[[], None]) -> None:
         self._end_step = end_step
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Takes up what the run goes on from."""
-        self._take_up()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Closes the step."""
-        self._end_step(control)
+        self._end_step()
 
 
 def _divisor(items: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class Prompt:
 
     Attributes:
         ids: token ids, exactly those that are fed to the model; never empty.
-        text: the rendered text that ``ids`` came from, special tokens included.
+        text: the rendered text that ``ids`` came from, or that they say if the prompt was cut; special tokens included.
         conversational: whether the dataset row held a list of messages.
     """
 

@@ -66,7 +66,16 @@ def test_scale_rewards_takes_booleans(value, meaning):
     assert config(per_device_train_batch_size=4, scale_rewards=value).scale_rewards == meaning
 
 
+@pytest.mark.parametrize("policy", ["filter", "truncate_left", "error"])
+def test_a_prompt_limit_is_off_unless_asked_for_and_has_a_policy_by_name(policy):
+    made = config(per_device_train_batch_size=4)
+    assert (made.max_prompt_length, made.overlong_prompts) == (None, "truncate_left")
+    made = config(per_device_train_batch_size=4, max_prompt_length=8, overlong_prompts=policy)
+    assert (made.max_prompt_length, made.overlong_prompts) == (8, policy)
+
+
 def test_one_of_slices_and_generation_batch_size_gives_the_other():
+    assert config(per_device_train_batch_size=2, steps_per_generation=3, num_generations=2).generation_batch_size == 6
     assert config(per_device_train_batch_size=2, steps_per_generation=6).generation_batch_size == 12
     assert config(per_device_train_batch_size=2, generation_batch_size=12).steps_per_generation == 6
 
@@ -111,6 +120,30 @@ REFUSED = {
         dict(per_device_train_batch_size=4, loss_type="gpro"),
         "'gpro' is unknown. Did you mean 'grpo'",
     ),
+    "an unknown policy for long prompts": (
+        dict(per_device_train_batch_size=4, max_prompt_length=8, overlong_prompts="filer"),
+        "overlong_prompts='filer' is unknown. Did you mean 'filter'.*Legal: filter, truncate_left, error",
+    ),
+    "a list where one policy belongs": (
+        dict(per_device_train_batch_size=4, max_prompt_length=8, overlong_prompts=["filter"]),
+        r"overlong_prompts=\['filter'\] is unknown",
+    ),
+    "a policy without a limit": (
+        dict(per_device_train_batch_size=4, overlong_prompts="filter"),
+        "overlong_prompts='filter' has nothing to act on without a limit: set max_prompt_length",
+    ),
+    "no room for a prompt": (
+        dict(per_device_train_batch_size=4, max_prompt_length=0),
+        "max_prompt_length=0 must be at least 1, or None",
+    ),
+    "half a token": (
+        dict(per_device_train_batch_size=4, max_prompt_length=8.5),
+        "max_prompt_length=8.5 must be a whole",
+    ),
+    "no end of tokens": (
+        dict(per_device_train_batch_size=4, max_prompt_length=float("inf")),
+        "max_prompt_length=inf must be a whole",
+    ),
     "an unknown scale": (dict(per_device_train_batch_size=4, scale_rewards="std"), "scale_rewards='std' is unknown"),
     "no room for a completion": (
         dict(per_device_train_batch_size=4, max_completion_length=0),
@@ -122,6 +155,26 @@ REFUSED = {
     ),
     "text that is not JSON": (dict(per_device_train_batch_size=4, model_init_kwargs="{dtype"), "model_init_kwargs"),
     "no iteration": (dict(per_device_train_batch_size=4, num_iterations=0), "num_iterations=0 must be at least 1"),
+    "a reference that moves and is not there": (
+        dict(per_device_train_batch_size=4, sync_ref_model=True),
+        r"sync_ref_model=True moves the reference, but beta=0.0 needs none: set beta above 0",
+    ),
+    "a reference that takes nothing": (
+        dict(per_device_train_batch_size=4, beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=0.0),
+        r"ref_model_mixup_alpha=0.0 must be in \(0, 1\]",
+    ),
+    "a reference that takes too much": (
+        dict(per_device_train_batch_size=4, beta=0.1, sync_ref_model=True, ref_model_mixup_alpha=1.5),
+        "ref_model_mixup_alpha=1.5 must be in",
+    ),
+    "a reference that moves every no step": (
+        dict(per_device_train_batch_size=4, beta=0.1, sync_ref_model=True, ref_model_sync_steps=0),
+        "ref_model_sync_steps=0 must be at least 1",
+    ),
+    "a reference that moves every no step at all": (
+        dict(per_device_train_batch_size=4, beta=0.1, sync_ref_model=True, ref_model_sync_steps=None),
+        "ref_model_sync_steps=None must be a number",
+    ),
 }
 
 

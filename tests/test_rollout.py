@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from grpo_trainer.data import ContextLimit, PromptRenderer
+from grpo_trainer.data import PromptLimit, PromptRenderer
 from grpo_trainer.functional.advantages import group_center, group_zscore
 from grpo_trainer.generation.hf import HFGenerator
 from grpo_trainer.policy.scoring import completion_logprobs
@@ -210,6 +212,48 @@ def test_conversational_rows_have_conversational_completions(collector):
     assert seen["prompts"][4] == [{"role": "user", "content": "abcde"}]
 
 
+def test_columns_reach_the_reward_as_they_stand_in_the_row(collector):
+    seen = {}
+    array = np.arange(3)
+    columns = {
+        "nested": {"a": None, "b": [{"c": None}, 1]},  # keys that hold None are left out of prompts only
+        "missing": None,
+        "array": array,
+        "scalar": np.float32(0.1),
+        "ids": [5, 6],
+    }
+    rows = [{"prompt": "ab", **columns}, {"prompt": "cd", **dict.fromkeys(columns)}]
+    collect(collector(lambda completions, **kwargs: seen.update(kwargs) or SCORES), rows)
+    for name, value in columns.items():
+        assert all(got is value for got in seen[name][:4]) and seen[name][4:] == [None] * 4
+    assert columns["nested"] == {"a": None, "b": [{"c": None}, 1]} and array.tolist() == [0, 1, 2]
+
+
+def test_special_tokens_are_left_out_of_the_text_and_can_be_read_from_the_ids(collector, tiny_tokenizer):
+    class Marked:
+        def generate(self, prompts, num_samples, sampling, *, seed):
+            ids = (helpers.BOS_ID, *tiny_tokenizer.convert_tokens_to_ids(["x", "y"]), END)
+            return Completions(ids=(ids,) * 8, finished=(True,) * 8)
+
+    def marked(completions, completion_ids, **kwargs):
+        assert set(completions) == {"xy"}
+        return [float(tiny_tokenizer.decode(ids) == f"{helpers.BOS}xy{helpers.EOS}") for ids in completion_ids]
+
+    built = collector(marked, generator=Marked())
+    collect(built)
+    assert figures(built)["rewards/marked/mean"] == 1.0
+
+
+def test_a_completion_begins_where_the_prompt_ends_also_inside_an_opened_tag(collector, tiny_tokenizer):
+    tiny_tokenizer.chat_template = helpers.CHAT_TEMPLATE + "{% if add_generation_prompt %}<think>{% endif %}"
+    seen = {}
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("ab", "cd")]
+    built = collector(lambda completions, **kwargs: seen.update(completions=completions) or SCORES)
+    table = collect(built, rows).table
+    assert all(prompt.endswith("assistant\n<think>") for prompt in table["prompt"])
+    assert [c[0]["content"] for c in seen["completions"]] == TEXTS
+
+
 def test_an_unscorable_completion_is_out_of_the_statistics_and_of_the_figures(collector):
     built = collector(gives(1, None, 3, 2, None, None, None, None))
     # 1, 3, 2: mean 2, deviation 1
@@ -243,10 +287,51 @@ def test_a_reward_that_is_no_reward_stops_the_rollout_by_name(collector):
 
 
 def test_a_prompt_that_leaves_no_room_for_a_completion_stops_the_rollout_before_it_is_generated(collector):
-    built = collector(limit=ContextLimit(context=9, max_completion_length=5))  # room for 4 tokens; the prompts: 2, 5
+    built = collector(limit=PromptLimit(context=9, max_completion_length=5))  # room for 4 tokens; the prompts: 2, 5
     with pytest.raises(ValueError, match="row 1 of the rollout: the prompt has 5 tokens"):
         collect(built)
     assert built.generator.calls == []
+
+
+def test_a_prompt_over_the_limit_reaches_generation_and_the_table_cut(collector, tiny_tokenizer):
+    built = collector(limit=PromptLimit(max_prompt_length=3, tokenizer=tiny_tokenizer))
+    rollout = collect(built)
+    assert [len(p) for p in built.generator.calls[0][0]] == [2, 3]
+    assert [p.tolist() for p in rollout.batch.prompt_ids] == [tiny_tokenizer(t)["input_ids"] for t in ("ab", "cde")]
+    assert rollout.table["prompt"] == ["ab"] * 4 + ["cde"] * 4
+    # 4 * 2 + 4 * 3 prompt tokens, 24 of completions
+    assert rollout.num_tokens == 20 + 24
+
+
+@pytest.mark.parametrize("policy", ["filter", "error"])
+def test_a_prompt_over_the_limit_that_may_not_be_cut_stops_the_rollout_before_it_is_generated(collector, policy):
+    built = collector(limit=PromptLimit(max_prompt_length=3, overlong=policy))
+    with pytest.raises(
+        ValueError, match="row 1 of the rollout: the prompt has 5 tokens, more than max_prompt_length=3"
+    ):
+        collect(built)
+    assert built.generator.calls == []
+
+
+def test_a_row_is_kept_unless_a_filter_leaves_it_out(collector):
+    assert collector().keeps(ROWS[1], "row 1")
+    filters = collector(limit=PromptLimit(max_prompt_length=3, overlong="filter"))
+    assert filters.keeps(ROWS[0], "row 0") and not filters.keeps(ROWS[1], "row 1")
+    with pytest.raises(ValueError, match="row 2: the prompt is empty"):
+        filters.keeps({"prompt": ""}, "row 2")
+
+
+def test_a_prompt_of_another_format_is_named_when_it_is_met_also_in_a_later_rollout(collector):
+    chat = [{"prompt": [{"role": "user", "content": text}], "answer": 1} for text in ("ab", "cd")]
+    with pytest.raises(ValueError, match=r"strings \(row 0 of the rollout\) and lists of messages \(row 1 of the rol"):
+        collect(collector(), [ROWS[0], chat[0]])
+    built = collector()
+    collect(built)
+    built.collect(ROWS, [4, 4], seed=1, names=["row 6 of train_dataset", "row 7 of train_dataset"])
+    evaluation = dataclasses.replace(built)  # a set of its own may be of another format
+    evaluation.draw(chat, [4, 4], seed=1)
+    with pytest.raises(ValueError, match=r"strings \(row 0 of the rollout\) and lists of messages \(row 8 of train_"):
+        built.collect(chat, [4, 4], seed=1, names=["row 8 of train_dataset", "row 9 of train_dataset"])
 
 
 def test_a_generator_that_returns_another_number_is_found_out(collector):

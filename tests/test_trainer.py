@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+import random
+from types import SimpleNamespace
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 import trl
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -49,7 +54,7 @@ def make(tmp_path, reward=length_reward, rows=PROMPTS, model=None, tokenizer=Non
         tiny_llama() if model is None else model,
         reward,
         config,
-        Dataset.from_list(rows),
+        Dataset.from_list(rows) if isinstance(rows, list) else rows,
         processing_class=tokenizer or tiny_tokenizer(),
         callbacks=callbacks,
         peft_config=peft_config,
@@ -435,6 +440,114 @@ def test_evaluation_is_repeatable_and_leaves_the_training_as_it_is_without_it(tm
         assert torch.equal(a, b)
 
 
+def test_a_reward_that_rolls_dice_is_repeatable_in_evaluation_and_undisturbed_in_training(tmp_path):
+    def dice(completions, **kwargs):
+        return [random.random() + np.random.rand() + torch.rand(()).item() for _ in completions]
+
+    held_out = Dataset.from_list([{"prompt": "seven"}, {"prompt": "eight"}])
+    plain = make(tmp_path, reward=dice)
+    plain.train()
+    watched = make(tmp_path, reward=dice, eval_dataset=held_out, eval_strategy="steps", eval_steps=1)
+    assert watched.evaluate()["eval_reward"] == watched.evaluate()["eval_reward"]
+    watched.train()
+    assert logs(watched, "reward") == logs(plain, "reward")
+
+
+def test_evaluation_sets_by_name_streams_among_them_and_the_best_checkpoint_of_one(tmp_path):
+    sets = DatasetDict(
+        short=Dataset.from_list([{"prompt": "a"}]), long=Dataset.from_list([{"prompt": "b" * 9}, {"prompt": "c" * 9}])
+    )
+    sets["stream"] = sets["long"].to_iterable_dataset()
+    trainer = make(
+        tmp_path,
+        eval_dataset=dict(sets),
+        num_generations_eval=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        max_steps=3,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_long_reward",
+    )
+    trainer.train()
+    rewards = logs(trainer, "eval_long_reward")
+    assert len(rewards) == 3 and logs(trainer, "eval_stream_reward") == rewards
+    assert len(logs(trainer, "eval_short_reward")) == 3
+    best = max(range(3), key=lambda step: rewards[step]) + 1
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    saved = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    for a, b in zip(saved.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    state = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / f"checkpoint-{best}")  # and not where it was written first
+
+
+def test_a_stream_trains_as_the_dataset_it_comes_from(tmp_path):
+    dataset = make(tmp_path, shuffle_dataset=False, max_steps=3)
+    dataset.train()
+    stream = make(tmp_path, rows=Dataset.from_list(PROMPTS).to_iterable_dataset(), shuffle_dataset=False, max_steps=3)
+    stream.train()
+    assert logs(stream, "reward") == logs(dataset, "reward")
+    for a, b in zip(stream.model.parameters(), dataset.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_stream_needs_a_number_of_steps(tmp_path):
+    with pytest.raises(ValueError, match=r"stream without a length.*num_train_epochs=3.0: set max_steps"):
+        make(tmp_path, rows=Dataset.from_list(PROMPTS).to_iterable_dataset(), max_steps=-1)
+
+
+def test_a_bad_row_of_a_stream_is_named_when_it_is_met(tmp_path):
+    rows = [{"prompt": "fine"}] * 3 + [{"prompt": ""}]
+    trainer = make(tmp_path, rows=Dataset.from_list(rows).to_iterable_dataset(), shuffle_dataset=False)
+    with pytest.raises(ValueError, match="row 3 of train_dataset: the prompt is empty"):
+        trainer.train()
+
+
+def test_only_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
+    trainer = make(tmp_path, max_steps=5, save_strategy="steps", save_steps=1, save_total_limit=2)
+    trainer.train()
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
+
+
+def test_a_checkpoint_of_weights_alone_starts_a_new_run_and_goes_on_with_none(tmp_path):
+    trainer = make(tmp_path, max_steps=2, save_strategy="steps", save_steps=2, save_only_model=True)
+    trainer.train()
+    saved = tmp_path / "checkpoint-2"
+    with pytest.raises(ValueError, match=r"no optimizer state \(save_only_model=True\)"):
+        make(tmp_path).train(resume_from_checkpoint=True)
+    anew = make(tmp_path / "anew", model=str(saved), max_steps=3)
+    anew.train()
+    assert anew.state.global_step == 3
+
+
+def test_an_upload_finds_a_checkpoint_in_its_place(tmp_path, monkeypatch):
+    """The hub is a stand-in: what it is told to upload must be there, and stay there."""
+    uploads = []
+
+    class Hub:
+        def create_repo(self, *args, **kwargs):
+            return SimpleNamespace(repo_id="me/out")
+
+        def upload_folder(self, folder_path, **kwargs):
+            uploads.append((folder_path, sorted(os.listdir(folder_path)), kwargs.get("path_in_repo")))
+            return SimpleNamespace(done=lambda: True, exception=lambda: None, result=lambda: None)
+
+    def stand_in_repo(self, token=None):
+        self.hub_model_id, self.push_in_progress = "me/out", None
+
+    monkeypatch.setattr("transformers.trainer.hf_api", Hub, raising=False)
+    monkeypatch.setattr(GRPOTrainer, "init_hf_repo", stand_in_repo)
+    trainer = make(
+        tmp_path, save_strategy="steps", save_steps=1, push_to_hub=True, hub_strategy="checkpoint", hub_always_push=True
+    )
+    trainer.train()
+    pushed = [(folder, names) for folder, names, place in uploads if place == "last-checkpoint"]
+    assert [folder for folder, _ in pushed] == [str(tmp_path / f"checkpoint-{step}") for step in (1, 2)]
+    assert all({"model.safetensors", "run_state_0.pt", "trainer_state.json"} <= set(names) for _, names in pushed)
+
+
 def test_sample_gives_whole_groups_in_the_order_of_the_rows(tmp_path):
     trainer = make(tmp_path)
     rows = [{"prompt": "abc"}, {"prompt": "xyz"}, {"prompt": "mno"}]
@@ -574,7 +687,7 @@ def test_a_template_is_needed_for_messages(tmp_path):
 
 def test_strings_and_messages_in_one_dataset_are_refused(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]}]
-    with pytest.raises(ValueError, match=r"mixes prompts that are strings \(row 0\) and lists of messages \(row 1\)"):
+    with pytest.raises(ValueError, match=r"strings \(row 0 of .*messages \(row 1 of train_dataset\)"):
         GRPOTrainer(
             tiny_llama(),
             length_reward,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from grpo_trainer.loading.head import cast_head_to_float32
 from grpo_trainer.loading.model import base_model, is_peft
 from grpo_trainer.loading.source import check_architecture, load_causal_lm
 
@@ -28,6 +29,7 @@ def load_policy(
     quantization_config: Any = None,
     peft_config: Any = None,
     gradient_checkpointing: bool = False,
+    cast_lm_head_to_fp32: bool = False,
 ) -> nn.Module:
     """The model that is trained.
 
@@ -41,6 +43,8 @@ def load_policy(
         quantization_config: loads a name in 4 or 8 bits; an adapter has to train on top.
         peft_config: wraps the model in a new adapter.
         gradient_checkpointing: whether activations will be recomputed; an adapter's inputs then need gradients.
+        cast_lm_head_to_fp32: whether the vocabulary head is kept and computed in float32, see
+            ``cast_head_to_float32``.
 
     Returns:
         The model.
@@ -58,6 +62,7 @@ def load_policy(
     if quantized:
         _refuse_bare(policy, peft_config)
         _keep_differentiable(policy)
+        _compute_alike_in_every_mode(policy)
         _say_once("bitsandbytes.autograd._functions")  # its remark on 8-bit inputs comes with each layer and call
     if peft_config is not None:
         policy = _wrap(policy, peft_config)
@@ -65,6 +70,8 @@ def load_policy(
         _prepare_adapter(policy)
         if gradient_checkpointing:
             base_model(policy).enable_input_require_grads()
+    if cast_lm_head_to_fp32:
+        cast_head_to_float32(policy)
     _report(policy)
     return policy
 
@@ -164,6 +171,30 @@ def _keep_differentiable(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _compute_alike_in_every_mode(model: nn.Module) -> None:
+    """Keeps 8-bit layers on one kernel.
+
+    On a CPU, bitsandbytes multiplies with the weights brought back to the input's precision in training mode, and with
+    inputs rounded to 8 bits in eval mode: completions would be drawn from, and old and reference log-probs be those of,
+    another policy than the one that is trained. The kernel of training mode rounds less, so it is used in both.
+    """
+    if not any(hasattr(module, "init_8bit_state") for module in model.modules()):
+        return
+    from bitsandbytes.nn import Linear8bitLt
+
+    class OneKernel(Linear8bitLt):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mode, self.training = self.training, True
+            try:
+                return super().forward(x)
+            finally:
+                self.training = mode
+
+    for module in model.modules():
+        if type(module) is Linear8bitLt:
+            module.__class__ = OneKernel
 
 
 class _Once(logging.Filter):

@@ -3,6 +3,14 @@
 Which of three ways keeps it depends on what is trained. A full model is copied. An adapter that starts out as a zero
 is switched off. Any other adapter is remembered: its tensors, a few megabytes, are put in place of the current ones
 for the time of the pass.
+
+A reference can follow the policy (``sync``): θ_ref ← α θ + (1 − α) θ_ref. Of an adapter these are its own parameters.
+For the two factors of LoRA, with Δ for what the policy is beyond the reference,
+
+    B_ref A_ref ← α B A + (1 − α) B_ref A_ref − α (1 − α) ΔB ΔA,
+
+so the reference keeps the rank of the adapter, is exactly the policy for α = 1, and otherwise differs from the mixture
+of the weights by a product of two differences.
 """
 
 from __future__ import annotations
@@ -13,13 +21,14 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from grpo_trainer.policy.modes import eval_mode
 
 
 class FrozenCopy:
-    """A copy of a model, made now and never changed.
+    """A copy of a model, made now; ``sync`` alone changes it.
 
     Args:
         model: the policy, before anything wrapped it.
@@ -27,11 +36,43 @@ class FrozenCopy:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = copy.deepcopy(model).eval().requires_grad_(False)
+        self._moved = False
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[nn.Module]:
         """Yields the copy."""
         yield self._model
+
+    def sync(self, model: nn.Module, alpha: float) -> None:
+        """Moves the copy towards the policy: θ_ref ← α θ + (1 − α) θ_ref.
+
+        Args:
+            model: the policy, unwrapped.
+            alpha: α in (0, 1]; 1 makes the copy equal to the policy.
+        """
+        _mix(self._weights(), dict(model.named_parameters()), alpha)
+        self._moved = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint has to hold: the weights by name, nothing while they are those of the start."""
+        return self._weights() if self._moved else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up the weights of a checkpoint.
+
+        Args:
+            state: of ``state_dict``; nothing leaves the copy as it is.
+
+        Raises:
+            ValueError: if it is of another model.
+        """
+        if state:
+            _put(state, self._weights())
+            self._moved = True
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights themselves; those in few bits are never trained, so they cannot be mixed and need not be."""
+        return {name: p.data for name, p in self._model.named_parameters() if p.is_floating_point()}
 
 
 class AdapterOff:
@@ -56,17 +97,49 @@ class AdapterOff:
             for parameter, flag in trained:
                 parameter.requires_grad_(flag)
 
+    def sync(self, model: nn.Module, alpha: float) -> None:
+        """Refuses: what lies below the adapter cannot move.
+
+        Args:
+            model: not used.
+            alpha: not used.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a reference that is the model without its adapter cannot move; make it with moves=True")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing: the weights are the model's own."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Refuses the state of a reference that has moved.
+
+        Args:
+            state: of ``state_dict``.
+
+        Raises:
+            ValueError: if it is not empty.
+        """
+        if state:
+            raise ValueError(
+                f"the checkpoint holds {len(state)} tensors of a reference that followed the policy, but here it is "
+                "the model without its adapter, which cannot move: set sync_ref_model=True, as in that run"
+            )
+
 
 class AdapterSnapshot:
-    """The model with its adapter's weights of now.
+    """The model with its adapter's weights of now; ``sync`` alone changes them.
 
     Args:
-        model: with an adapter that has been trained.
+        model: with an adapter that has been trained, or whose reference is to move.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._then = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+        self._moved = False
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[nn.Module]:
@@ -82,20 +155,74 @@ class AdapterSnapshot:
                 for name, parameter in parameters.items():
                     parameter.data = now[name]
 
+    def sync(self, model: nn.Module, alpha: float) -> None:
+        """Moves the adapter's weights towards those of the policy: θ_ref ← α θ + (1 − α) θ_ref.
 
-def make_reference(model: nn.Module, *, handed_in_as_peft: bool) -> FrozenCopy | AdapterOff | AdapterSnapshot:
+        Args:
+            model: the policy, unwrapped.
+            alpha: α in (0, 1]; 1 makes the reference equal to the policy.
+        """
+        _mix(self._then, dict(model.named_parameters()), alpha)
+        self._moved = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint has to hold: the adapter's weights by name, nothing while they are those of the start."""
+        return dict(self._then) if self._moved else {}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes up the adapter's weights of a checkpoint.
+
+        Args:
+            state: of ``state_dict``; nothing leaves them as they are.
+
+        Raises:
+            ValueError: if it is of another adapter.
+        """
+        if state:
+            _put(state, self._then)
+            self._moved = True
+
+
+def make_reference(
+    model: nn.Module, *, handed_in_as_peft: bool, moves: bool = False
+) -> FrozenCopy | AdapterOff | AdapterSnapshot:
     """The reference of a policy.
 
     Args:
         model: the policy, on its device, before anything is wrapped around it for training.
         handed_in_as_peft: whether the user's model brought its adapter along.
+        moves: whether it will follow the policy. Under a new adapter it then cannot be the model without it.
 
     Returns:
         The reference.
     """
     if not hasattr(model, "disable_adapter"):
         return FrozenCopy(model)
-    return AdapterSnapshot(model) if handed_in_as_peft or not _adds_nothing(model) else AdapterOff(model)
+    if moves or handed_in_as_peft or not _adds_nothing(model):
+        return AdapterSnapshot(model)
+    return AdapterOff(model)
+
+
+@torch.no_grad()
+def _mix(reference: dict[str, Tensor], policy: dict[str, nn.Parameter], alpha: float) -> None:
+    """θ_ref ← θ_ref + α (θ − θ_ref), in place, in float32 or wider and rounded once; what is equal stays as it is."""
+    for name, theirs in reference.items():
+        ours = policy[name].detach().to(theirs.device)
+        wide = torch.promote_types(torch.promote_types(theirs.dtype, ours.dtype), torch.float32)
+        theirs.copy_(ours if alpha == 1.0 else theirs.to(wide).lerp(ours.to(wide), alpha))
+
+
+@torch.no_grad()
+def _put(state: dict[str, Tensor], weights: dict[str, Tensor]) -> None:
+    """Copies tensors of a checkpoint into weights of the same names and shapes."""
+    odd = [n for n in {**weights, **state} if n not in weights or n not in state or weights[n].shape != state[n].shape]
+    if odd:
+        raise ValueError(
+            f"the checkpoint holds the reference of another model: {len(odd)} of {len(weights)} tensors, such as "
+            f"{odd[0]}, differ in name or shape. Give the model and the adapter settings of the run that wrote it"
+        )
+    for name, tensor in state.items():
+        weights[name].copy_(tensor)
 
 
 def _adds_nothing(model: nn.Module) -> bool:

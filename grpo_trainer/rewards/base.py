@@ -9,13 +9,14 @@ score stays out of its group's statistics.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import inspect
 import math
 import numbers
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,12 +127,17 @@ class RewardSet:
 
         Raises:
             RewardError: if a function returns a wrong number of values, or a value that is not a finite number.
-            Exception: whatever a function raises.
+            Exception: whatever a function raises, with a note that names the function.
         """
         log = RewardLog()
-        # each function gets lists of its own: what it does to them does not reach the next
-        returned = [f(**inputs.keyword_arguments(log)) for f in self.functions]
-        pending = {i: r for i, r in enumerate(returned) if inspect.isawaitable(r)}
+        returned = []
+        for name, function in zip(self.names, self.functions, strict=True):
+            with _naming(name, len(inputs.rows)):
+                # lists of its own: what a function does to them does not reach the next
+                returned.append(function(**inputs.keyword_arguments(log)))
+        pending = {
+            i: _named(r, self.names[i], len(inputs.rows)) for i, r in enumerate(returned) if inspect.isawaitable(r)
+        }
         if pending:
             for i, values in zip(pending, _run(_gather(list(pending.values()))), strict=True):
                 returned[i] = values
@@ -227,6 +233,22 @@ def _check_value(name: str, row: int, value: Any, completion: Any) -> float:
         f"reward function {name!r} returned {problem}, for row {row}: {_short(completion)}. "
         "Return None where the reward does not apply"
     )
+
+
+@contextlib.contextmanager
+def _naming(name: str, count: int) -> Iterator[None]:
+    """Adds to what is raised inside, which is the user's own error, whose function it was."""
+    try:
+        yield
+    except Exception as error:
+        note = f"raised by reward function {name!r}, while it scored {count} completions"
+        error.__notes__ = [*getattr(error, "__notes__", []), note]  # add_note, which Python 3.10 lacks
+        raise
+
+
+async def _named(awaitable: Awaitable[Any], name: str, count: int) -> Any:
+    with _naming(name, count):
+        return await awaitable
 
 
 async def _gather(awaitables: list[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from grpo_trainer import GRPOTrainer
+from grpo_trainer.resumable import ResumableTrainer
 from grpo_trainer.sampler import BatchPlan, RolloutLoader, RolloutSampler, Ticket
 
 REQUIRED = inspect.Parameter.empty
@@ -58,8 +59,9 @@ def parameters(function: Any) -> dict[str, Any]:
 
 
 def overridden() -> set[str]:
-    """The methods that our trainer defines and the Trainer has too."""
-    return {n for n, m in vars(GRPOTrainer).items() if inspect.isfunction(m) and hasattr(Trainer, n)} - {"__init__"}
+    """The methods that our two classes define and the Trainer has too."""
+    ours = {**vars(ResumableTrainer), **vars(GRPOTrainer)}
+    return {n for n, m in ours.items() if inspect.isfunction(m) and hasattr(Trainer, n)} - {"__init__"}
 
 
 def test_each_method_that_we_override_is_listed_here():

@@ -131,7 +131,7 @@ def test_checkpointing_leaves_an_adapters_gradients_as_they_are(tiny_llama, reen
         ({"peft_config": {"r": 4}}, "peft_config is a dict; give a peft configuration such as peft.LoraConfig"),
         (
             {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")},
-            "PromptTuningConfig puts learned tokens before the prompt",
+            r"PromptTuningConfig puts learned tokens before the prompt.*use an adapter of the weights, e\.g\. peft",
         ),
         ({"peft_config": lora(target_modules=["q_proj", "lm_head"])}, "Remove 'lm_head' from target_modules"),
     ],
@@ -167,6 +167,12 @@ def test_a_second_adapter_is_refused(tiny_llama):
 def test_an_adapter_on_the_output_layer_is_refused_also_when_handed_in(tiny_llama):
     with pytest.raises(ValueError, match="Remove 'lm_head' from target_modules"):
         load_policy(get_peft_model(tiny_llama(), lora(target_modules=["lm_head"])))
+
+
+def test_learned_tokens_before_the_prompt_are_refused_also_when_handed_in(tiny_llama):
+    model = get_peft_model(tiny_llama(), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ValueError, match=r"not among the ids that are scored; use an adapter of the weights"):
+        load_policy(model)
 
 
 def test_a_model_of_which_nothing_is_trained_is_refused(tiny_llama):
@@ -240,6 +246,26 @@ def test_a_bare_4_bit_model_is_refused(llama_folder):
     with pytest.raises(ValueError, match="4 or 8 bits cannot be trained itself"):
         load_policy(llama_folder, model_init_kwargs={"quantization_config": nf4()})
     assert load_policy(model, peft_config=lora()).get_base_model() is model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handed_in", [False, True])
+def test_8_bit_layers_compute_alike_in_training_and_in_eval_mode(llama_folder, handed_in):
+    """On a CPU the eval mode of bitsandbytes rounds inputs to 8 bits, and the training mode does not."""
+    from transformers import AutoModelForCausalLM
+
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    base = AutoModelForCausalLM.from_pretrained(llama_folder, quantization_config=settings, dtype=torch.float32)
+    ids = torch.arange(5, 37)[None]
+    with torch.no_grad():
+        trained, evaluated = base.train()(ids).logits, base.eval()(ids).logits
+        assert (trained - evaluated).abs().max() > 1e-4
+        model = load_policy(get_peft_model(base, lora())) if handed_in else load_policy(base, peft_config=lora())
+        for mode in (False, True):
+            assert torch.equal(model.train(mode)(ids).logits, trained)
+            assert all(module.training is mode for module in model.modules())
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.slow

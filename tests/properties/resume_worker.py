@@ -2,18 +2,13 @@
 
 The script imports everything once and then reads jobs, one JSON object a line. Each is run in forked processes, one
 per rank, so that a run costs a second and its death costs nothing else. For every job it answers with a line that
-holds the exit codes (-9: killed).
+holds the exit codes (-9: killed), in the file descriptor that its argument names: what is imported may print.
 """
 
 from __future__ import annotations
 
 import json
 import os
-
-# before anything is imported that might print
-ANSWERS = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-
 import random
 import signal
 import socket
@@ -33,7 +28,6 @@ from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.generation.hf import HFGenerator
 from tests.helpers import tiny_llama, tiny_tokenizer
 
-# The run writes to a record at once, as what is only in memory dies with it.
 COMMON: dict[str, Any] = dict(
     bf16=False,
     use_cpu=True,
@@ -97,13 +91,10 @@ def run(job: dict[str, Any], rank: int) -> None:
     for owner, name in [(grpo_trainer.checkpoint.os, "rename"), (HFGenerator, "generate")]:
         switch.wrap(owner, name)
 
-    record = open(out / f"record{rank}.jsonl", "a")
-
     def reward(prompts, completions, completion_ids, trainer_state, **kwargs):
         switch.event()
-        json.dump([trainer_state.global_step, prompts, [list(ids) for ids in completion_ids]], record)
-        record.write("\n")
-        record.flush()
+        with open(out / f"record{rank}.jsonl", "a") as record:  # at once, as what is only in memory dies with the run
+            print(json.dumps([trainer_state.global_step, prompts, completion_ids]), file=record)
         noise = random.random() + torch.rand(()).item()  # global random states are part of the run
         return [len(set(ids)) / 3 + (ids[0] % 7 if ids else 0) + noise * i for i, ids in enumerate(completion_ids)]
 
@@ -188,5 +179,6 @@ def answer(job: dict[str, Any]) -> list[int]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        print(json.dumps(answer(json.loads(line))), file=ANSWERS, flush=True)
+    with os.fdopen(int(sys.argv[1]), "w") as answers:
+        for line in sys.stdin:
+            print(json.dumps(answer(json.loads(line))), file=answers, flush=True)

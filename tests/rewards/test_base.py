@@ -87,12 +87,13 @@ def test_what_one_function_does_to_its_lists_does_not_reach_the_next():
     assert score(destructive, reader, batch=inputs(2, answer=[1, 2])) == [[0.0, 1.0]] * 2
 
 
-def test_what_a_function_raises_comes_through():
+def test_what_a_function_raises_comes_through_with_its_name():
     def broken(**kwargs):
         raise KeyError("nothing here")
 
-    with pytest.raises(KeyError, match="nothing here"):
+    with pytest.raises(KeyError, match="nothing here") as caught:
         score(gives(1, 2, 3, 4), broken)
+    assert caught.value.__notes__ == ["raised by reward function 'broken', while it scored 4 completions"]
 
 
 def test_rows_are_completions_and_columns_are_functions():
@@ -148,15 +149,16 @@ def test_coroutines_run_also_inside_a_running_event_loop():
 
 
 @pytest.mark.parametrize("running", [False, True])
-def test_what_a_coroutine_raises_comes_through(running):
+def test_what_a_coroutine_raises_comes_through_with_its_name(running):
     async def broken(**kwargs):
         raise KeyError("nothing here")
 
     async def notebook_cell():
         return score(broken)
 
-    with pytest.raises(KeyError, match="nothing here"):
+    with pytest.raises(KeyError, match="nothing here") as caught:
         asyncio.run(notebook_cell()) if running else score(broken)
+    assert caught.value.__notes__ == ["raised by reward function 'broken', while it scored 4 completions"]
 
 
 # --- what it may return -----------------------------------------------------------------------------------------------
