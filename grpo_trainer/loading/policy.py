@@ -184,7 +184,9 @@ def _compute_alike_in_every_mode(model: nn.Module) -> None:
         return
     from bitsandbytes.nn import Linear8bitLt
 
-    class OneKernel(Linear8bitLt):  # type: ignore[misc]
+    class OneKernel(Linear8bitLt):
+        training: bool
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             mode, self.training = self.training, True
             try:
