@@ -130,7 +130,8 @@ class _Rows:
         source = self._dataset if isinstance(self._dataset, IterableDataset) else _Iterated(self._dataset)
         # a loader without a generator draws from the process's, which a resumed run would do at other times
         own = torch.Generator().manual_seed(epoch)
-        loader = DataLoader(source, batch_size=None, num_workers=self._num_workers, collate_fn=_as_is, generator=own)
+        settings: dict[str, Any] = {"batch_size": None, "num_workers": self._num_workers, "collate_fn": _as_is}
+        loader = DataLoader(source, generator=own, **settings)
         return iter(loader)
 
 

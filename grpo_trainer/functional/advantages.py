@@ -1,21 +1,37 @@
 """From the rewards of a group to the advantage of each member.
 
 A group is an axis: every function takes rewards (P, G) and returns advantages (P, G). NaN marks a completion that no
-reward function could score: it stays out of every statistic and its advantage is 0. Statistics are taken in float64.
+reward function could score, or a place that a smaller group does not have: it stays out of every statistic and its
+advantage is 0. Statistics are taken in float64.
 
-Two members of a group have the same advantage if they have the same reward, and a group whose scorable rewards are all
-equal has advantages of exactly 0, whatever the constant: rounding in a mean never becomes a gradient.
+Two members of a group have the same advantage if they have the same reward. A group whose scorable rewards are all
+equal has advantages of exactly 0, whatever the constant: rounding in a mean never becomes a gradient. ``global_zscore``
+knows no groups; there it is so for a batch whose rewards are all equal.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from grpo_trainer.functional.shapes import check_shapes
+from grpo_trainer.functional.statistics import centred, in_dtype_of, is_constant, nanstd, scaled
+
+__all__ = [
+    "ADVANTAGES",
+    "EPS",
+    "MULTI_REWARD_ADVANTAGES",
+    "batch_zscore",
+    "global_zscore",
+    "group_center",
+    "group_center_global_std",
+    "group_zscore",
+    "is_constant",
+    "leave_one_out",
+    "normalize_then_sum",
+]
 
 EPS = 1e-4
 """Added to every standard deviation before dividing by it."""
@@ -45,8 +61,7 @@ def group_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
     """
     check_shapes("P G", rewards=rewards)
     r = rewards.double()
-    advantages = _centred(r) / (_nanstd(r, dim=-1, ddof=ddof) + eps)
-    return _like(advantages, rewards)
+    return in_dtype_of(rewards, scaled(centred(r), nanstd(r, dim=-1, ddof=ddof), eps))
 
 
 def group_center(rewards: Tensor) -> Tensor:
@@ -69,13 +84,39 @@ def group_center(rewards: Tensor) -> Tensor:
         tensor([[ 0.7500, -0.2500, -0.2500, -0.2500]])
     """
     check_shapes("P G", rewards=rewards)
-    return _like(_centred(rewards.double()), rewards)
+    return in_dtype_of(rewards, centred(rewards.double()))
+
+
+def leave_one_out(rewards: Tensor) -> Tensor:
+    """Each reward less the mean of the others in its group: ``A_i = r_i - mean_{j != i}(r_j)``.
+
+    RLOO (arXiv:2402.14740), section 2.3: a baseline that the completion itself had no part in, so the gradient has no
+    bias. It is ``group_center`` times n / (n - 1), with n scorable rewards in the group.
+
+    Args:
+        rewards: (P, G), NaN = unscorable.
+
+    Returns:
+        (P, G) advantages in units of reward; 0 for the only scorable member of a group.
+
+    Raises:
+        ValueError: if ``rewards`` is not (P, G).
+
+    Example:
+        >>> leave_one_out(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+        tensor([[ 1.0000, -0.3333, -0.3333, -0.3333]])
+    """
+    check_shapes("P G", rewards=rewards)
+    r = rewards.double()
+    scored = (~r.isnan()).sum(dim=-1, keepdim=True)
+    return in_dtype_of(rewards, centred(r) * scored / (scored - 1).clamp(min=1))
 
 
 def batch_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
     """Centred within the group, divided by the standard deviation of the whole batch.
 
-    ``A_i = (r_i - mean_group(r)) / (std_batch(r) + eps)``.
+    ``A_i = (r_i - mean_group(r)) / (std_batch(r) + eps)``: the deviation is that of the rewards, so it holds what lies
+    between groups too. ``group_center_global_std`` divides by that of the centred rewards.
 
     Args:
         rewards: (P, G), NaN = unscorable.
@@ -95,62 +136,123 @@ def batch_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
     """
     check_shapes("P G", rewards=rewards)
     r = rewards.double()
-    std = _nanstd(r.flatten(), dim=0, ddof=ddof)
-    return _like(_centred(r) / (std + eps), rewards)
+    return in_dtype_of(rewards, scaled(centred(r), nanstd(r.flatten(), dim=0, ddof=ddof), eps))
+
+
+def global_zscore(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
+    """The z-score of each reward within the whole batch; groups play no part.
+
+    ``A_i = (r_i - mean_batch(r)) / (std_batch(r) + eps)``, REINFORCE++ (arXiv:2501.03262v9), equation 5. It
+    pushes all completions of a hard prompt down and all of an easy one up: many prompts with few completions suit it.
+
+    Args:
+        rewards: (P, G), NaN = unscorable.
+        ddof: 1 for the sample standard deviation, 0 for the population's.
+        eps: added to the standard deviation, in units of reward.
+
+    Returns:
+        (P, G) advantages without unit, in the dtype of ``rewards`` (float32 for integers); exactly 0 if all scorable
+        rewards of the batch are equal.
+
+    Raises:
+        ValueError: if ``rewards`` is not (P, G).
+
+    Example:
+        >>> global_zscore(torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+        tensor([[ 0.8659,  0.8659],
+                [-0.8659, -0.8659]])
+    """
+    check_shapes("P G", rewards=rewards)
+    everything = rewards.double().reshape(1, -1)
+    advantages = scaled(centred(everything), nanstd(everything, dim=-1, ddof=ddof), eps)
+    return in_dtype_of(rewards, advantages.reshape(rewards.shape))
+
+
+def group_center_global_std(rewards: Tensor, *, ddof: int = 1, eps: float = EPS) -> Tensor:
+    """Centred within the group, then divided by the standard deviation of all centred rewards.
+
+    ``A_i = A'_i / (std_batch(A') + eps)`` with ``A'_i = r_i - mean_group(r)``, the group-baseline form of REINFORCE++
+    (arXiv:2501.03262v9), equations 6 and 7. The paper also takes off the mean of A', which is 0.
+
+    Args:
+        rewards: (P, G), NaN = unscorable.
+        ddof: 1 for the sample standard deviation, 0 for the population's.
+        eps: added to the standard deviation, in units of reward.
+
+    Returns:
+        (P, G) advantages without unit, in the dtype of ``rewards`` (float32 for integers).
+
+    Raises:
+        ValueError: if ``rewards`` is not (P, G).
+
+    Example:
+        >>> group_center_global_std(torch.tensor([[0.0, 2.0], [100.0, 102.0]]))
+        tensor([[-0.8660,  0.8660],
+                [-0.8660,  0.8660]])
+    """
+    check_shapes("P G", rewards=rewards)
+    r = rewards.double()
+    within = centred(r)
+    return in_dtype_of(rewards, scaled(within, _batch_std(within, r.isnan(), ddof=ddof), eps))
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "group_zscore": group_zscore,
     "group_center": group_center,
+    "leave_one_out": leave_one_out,
     "batch_zscore": batch_zscore,
+    "global_zscore": global_zscore,
+    "group_center_global_std": group_center_global_std,
 }
 """Every advantage by name. A new one is a function above and a line here."""
 
 
-def is_constant(rewards: Tensor) -> Tensor:
-    """Which groups carry no signal: all scorable rewards equal, or none scorable.
+def normalize_then_sum(
+    rewards: Tensor, *, weights: Sequence[float] | Tensor | None = None, ddof: int = 1, eps: float = EPS
+) -> Tensor:
+    """Several rewards, each a z-score within its group before they are added up; the sum is scaled by its deviation.
+
+    GDPO (arXiv:2601.05242), equations 4 to 7: ``A_k = (r_k - mean_group) / (std_group + eps)`` for each reward function
+    k, ``A = sum_k w_k A_k``, divided by ``std_batch(A) + eps``. Added up first, rewards of (0, 1) and (0, 2) would give
+    the same advantages. The paper also takes off the batch's mean of A, which is 0.
 
     Args:
-        rewards: (P, G), NaN = unscorable.
+        rewards: (P, G, R), NaN where a reward function does not apply: it is out of that function's statistics, and its
+            share of the sum is 0. A completion that none applies to has advantage 0 and is out of the deviation.
+        weights: R of them; None weighs all alike.
+        ddof: 1 for the sample standard deviation, 0 for the population's.
+        eps: added to the standard deviations.
 
     Returns:
-        (P,) bool.
+        (P, G) advantages without unit, in the dtype of ``rewards`` (float32 for integers); exactly 0 in a group where
+        every reward function is constant.
 
     Raises:
-        ValueError: if ``rewards`` is not (P, G).
+        ValueError: if ``rewards`` is not (P, G, R), or there are not R weights.
+
+    Example:
+        >>> two = torch.tensor([[[0.0, 0.0], [0.0, 1.0]], [[0.0, 0.0], [1.0, 1.0]]])  # sums 0, 1 and 0, 2
+        >>> normalize_then_sum(two)
+        tensor([[-0.5477,  0.5477],
+                [-1.0954,  1.0954]])
     """
-    check_shapes("P G", rewards=rewards)
-    scored = ~rewards.isnan()
-    high = rewards.masked_fill(~scored, -math.inf).amax(dim=-1)
-    low = rewards.masked_fill(~scored, math.inf).amin(dim=-1)
-    return high <= low
+    check_shapes("P G R", rewards=rewards)
+    r = rewards.double()
+    functions = r.shape[-1]
+    w = r.new_ones(functions) if weights is None else torch.as_tensor(weights, dtype=r.dtype, device=r.device)
+    if w.shape != (functions,):
+        raise ValueError(f"{functions} reward functions need {functions} weights, got {tuple(w.shape)}")
+    each = [group_zscore(r[..., k], ddof=ddof, eps=eps) for k in range(functions)]
+    total = (torch.stack(each, dim=-1) * w).sum(dim=-1)
+    return in_dtype_of(rewards, scaled(total, _batch_std(total, r.isnan().all(dim=-1), ddof=ddof), eps))
 
 
-def _centred(rewards: Tensor) -> Tensor:
-    """(P, G) -> (P, G): less the group mean; exactly 0 in constant groups and where unscorable."""
-    centred = _deviations(rewards, dim=-1)
-    return centred.masked_fill(rewards.isnan() | is_constant(rewards)[:, None], 0.0)
+MULTI_REWARD_ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "normalize_then_sum": normalize_then_sum,
+}
+"""Every advantage of several rewards (P, G, R) by name. A new one is a function above and a line here."""
 
 
-def _nanstd(values: Tensor, *, dim: int, ddof: int) -> Tensor:
-    """Standard deviation over the entries that are not NaN, kept as a dimension; 0 where there are too few."""
-    counted = ~values.isnan()
-    squares = _deviations(values, dim=dim).square().masked_fill(~counted, 0.0).sum(dim=dim, keepdim=True)
-    freedom = counted.sum(dim=dim, keepdim=True) - ddof
-    return torch.where(freedom > 0, squares / freedom.clamp(min=1), 0.0).sqrt()
-
-
-def _deviations(values: Tensor, *, dim: int) -> Tensor:
-    """Each value less the mean, NaN where it is NaN.
-
-    The least value is taken off first: values far from 0 and close to each other keep their differences, which the
-    rounding of a mean of that size would swallow.
-    """
-    least = values.masked_fill(values.isnan(), math.inf).amin(dim=dim, keepdim=True)
-    shifted = values - least
-    return shifted - shifted.nanmean(dim=dim, keepdim=True)
-
-
-def _like(advantages: Tensor, rewards: Tensor) -> Tensor:
-    """In the dtype of the rewards, or in float32 if that holds whole numbers only."""
-    return advantages.to(rewards.dtype if rewards.is_floating_point() else torch.float32)
+def _batch_std(values: Tensor, unscorable: Tensor, *, ddof: int) -> Tensor:
+    """(P, G) -> (1,): the deviation of all values but those of unscorable completions."""
+    return nanstd(values.masked_fill(unscorable, torch.nan).flatten(), dim=0, ddof=ddof)

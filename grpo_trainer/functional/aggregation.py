@@ -2,7 +2,8 @@
 
 Each function gives the weights w (B, T) of a micro-batch and what the micro-batch adds to Z, its number of items. Z is
 summed over all micro-batches and all processes of an optimizer step before anything is divided, so the gradient does
-not depend on how the step was cut. The one exception says so in its first line.
+not depend on how the step was cut. The one exception says so in its first line. Weights are float32, or float64 for a
+float64 mask.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from grpo_trainer.functional.numeric import wide
 from grpo_trainer.functional.shapes import check_shapes
 
 
@@ -29,7 +31,7 @@ def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if ``mask`` is not (B, T).
     """
     check_shapes("B T", mask=mask)
-    weights = mask.float()
+    weights = wide(mask)
     return weights, weights.sum()
 
 
@@ -48,7 +50,7 @@ def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if ``mask`` is not (B, T).
     """
     check_shapes("B T", mask=mask)
-    weights = mask.float()
+    weights = wide(mask)
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=1), weights.new_tensor(len(weights))
 
 
@@ -68,8 +70,28 @@ def fixed_length(mask: Tensor, *, length: int) -> tuple[Tensor, Tensor]:
         ValueError: if ``mask`` is not (B, T).
     """
     check_shapes("B T", mask=mask)
-    weights = mask.float()
+    weights = wide(mask)
     return weights / length, weights.new_tensor(len(weights))
+
+
+def sequence_sum(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean over completions of the sum over their tokens: ``w = m``, ``Z = rows``.
+
+    LUSPO (arXiv:2602.05261) over ``losses.clipped_sequence``: the loss of a completion times its length, so that each
+    of its tokens is moved as much as one of a short completion. Loss and gradient grow with the lengths.
+
+    Args:
+        mask: (B, T), True on credited tokens.
+
+    Returns:
+        weights (B, T) and the number of rows, (), both float32.
+
+    Raises:
+        ValueError: if ``mask`` is not (B, T).
+    """
+    check_shapes("B T", mask=mask)
+    weights = wide(mask)
+    return weights, weights.new_tensor(len(weights))
 
 
 def micro_batch_token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,7 +109,7 @@ def micro_batch_token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: if ``mask`` is not (B, T).
     """
     check_shapes("B T", mask=mask)
-    weights = mask.float()
+    weights = wide(mask)
     return weights / weights.sum().clamp(min=1), weights.new_tensor(1.0)
 
 
@@ -95,6 +117,7 @@ AGGREGATIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "fixed_length": fixed_length,
+    "sequence_sum": sequence_sum,
     "micro_batch_token_mean": micro_batch_token_mean,
 }
 """Every aggregation by name. A new one is a function above and a line here."""

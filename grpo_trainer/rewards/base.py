@@ -242,7 +242,7 @@ def _naming(name: str, count: int) -> Iterator[None]:
         yield
     except Exception as error:
         note = f"raised by reward function {name!r}, while it scored {count} completions"
-        error.__notes__ = [*getattr(error, "__notes__", []), note]  # add_note, which Python 3.10 lacks
+        error.__dict__.setdefault("__notes__", []).append(note)  # add_note, which Python 3.10 lacks
         raise
 
 

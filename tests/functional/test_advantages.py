@@ -8,10 +8,22 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_trainer.functional.advantages import ADVANTAGES, batch_zscore, group_center, group_zscore, is_constant
+from grpo_trainer.functional.advantages import (
+    ADVANTAGES,
+    batch_zscore,
+    global_zscore,
+    group_center,
+    group_center_global_std,
+    group_zscore,
+    leave_one_out,
+    normalize_then_sum,
+)
 
 NAN = math.nan
 EVERY = pytest.mark.parametrize("advantage", ADVANTAGES.values(), ids=ADVANTAGES)
+# All that know groups: global_zscore credits what lies between them.
+BY_GROUP = {name: function for name, function in ADVANTAGES.items() if name != "global_zscore"}
+GROUPED = pytest.mark.parametrize("advantage", BY_GROUP.values(), ids=BY_GROUP)
 
 numbers = st.floats(-1e3, 1e3, allow_nan=False).map(lambda x: round(x, 3))
 groups = st.integers(2, 8).flatmap(
@@ -27,7 +39,7 @@ def double(rows) -> torch.Tensor:
 
 
 def mean(values) -> Fraction:
-    return sum(map(Fraction, values), Fraction(0)) / len(values)
+    return sum(map(Fraction, values), Fraction(0)) / max(len(values), 1)
 
 
 def deviation(values, ddof: int) -> float:
@@ -37,16 +49,23 @@ def deviation(values, ddof: int) -> float:
     return math.sqrt(sum((Fraction(v) - centre) ** 2 for v in values) / (len(values) - ddof))
 
 
-def on_paper(rows, scale: str, ddof: int = 1, eps: float = 1e-4) -> list[list[float]]:
+def on_paper(rows, name: str, ddof: int = 1, eps: float = 1e-4) -> list[list[float]]:
     """Exact fractions up to the square root; one number after the other."""
     everything = [v for row in rows for v in row if v == v]
+    within = [Fraction(v) - mean([u for u in row if u == u]) for row in rows for v in row if v == v]
     out = []
     for row in rows:
         known = [v for v in row if v == v]
-        divisor = {"group": lambda known=known: deviation(known, ddof) + eps, "none": lambda: 1.0}.get(
-            scale, lambda: deviation(everything, ddof) + eps
-        )()
-        out.append([float(Fraction(v) - mean(known)) / divisor if v == v else 0.0 for v in row])
+        centre = mean(everything if name == "global_zscore" else known)
+        divisor = {
+            "group_zscore": lambda known=known: deviation(known, ddof) + eps,
+            "group_center": lambda: 1.0,
+            "leave_one_out": lambda known=known: (len(known) - 1) / len(known) or 1.0,
+            "batch_zscore": lambda: deviation(everything, ddof) + eps,
+            "global_zscore": lambda: deviation(everything, ddof) + eps,
+            "group_center_global_std": lambda: deviation(within, ddof) + eps,
+        }[name]
+        out.append([float(Fraction(v) - centre) / divisor() if v == v else 0.0 for v in row])
     return out
 
 
@@ -80,21 +99,48 @@ def test_a_group_is_a_row():
     assert got.flatten().tolist() == pytest.approx([-0.70706, 0.70706, -0.70710, 0.70710], abs=5e-6)
 
 
-@EVERY
+@pytest.mark.parametrize("name", ADVANTAGES)
 @pytest.mark.parametrize("ddof", [0, 1])
 @given(rows=groups)
-def test_every_advantage_is_its_formula(advantage, ddof, rows):
-    scale = {group_zscore: "group", batch_zscore: "batch", group_center: "none"}[advantage]
-    knobs = {} if advantage is group_center else {"ddof": ddof}
-    got = advantage(double(rows), **knobs).tolist()
-    for row, expected in zip(got, on_paper(rows, scale, ddof), strict=True):
+def test_every_advantage_is_its_formula(name, ddof, rows):
+    knobs = {"ddof": ddof} if ADVANTAGES[name].__kwdefaults__ else {}
+    got = ADVANTAGES[name](double(rows), **knobs).tolist()
+    for row, expected in zip(got, on_paper(rows, name, ddof), strict=True):
         assert row == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_others_in_the_group_are_the_baseline():
+    # {1, 0, 0, 0}: 1 - 0, and 0 - 1/3 three times; the mean of all, 1/4, would give .75 and -.25
+    assert leave_one_out(double([[1, 0, 0, 0]]))[0].tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    # of two it is the other one; an unscorable member is no one's baseline
+    assert leave_one_out(double([[3, NAN, 5]]))[0].tolist() == [-2.0, 0.0, 2.0]
+
+
+def test_what_lies_between_groups_is_in_the_deviation_of_the_batch_alone():
+    # centred -1, 1, -1, 1 with deviation 1.15470; the rewards have 57.74 - the second group's height, not its spread
+    far = double([[0, 2], [100, 102]])
+    assert group_center_global_std(far)[0].tolist() == pytest.approx([-0.86595, 0.86595], abs=1e-5)
+    assert batch_zscore(far)[0].tolist() == pytest.approx([-0.01731, 0.01731], abs=1e-5)
+
+
+def test_without_groups_an_easy_prompt_is_pushed_up_as_a_whole():
+    # 1, 1, 0, 0: mean .5, deviation sqrt(4 * .25 / 3) = .57735; .5 / .57745. By group there is nothing to learn.
+    got = global_zscore(double([[1, 1], [0, 0]])).flatten().tolist()
+    assert got == pytest.approx([0.86587, 0.86587, -0.86587, -0.86587], abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("constant", [0.0, 0.1, 1 / 3, -7.0])
+def test_without_groups_a_constant_batch_is_exactly_zero(constant, dtype):
+    rewards = torch.full((3, 5), constant, dtype=dtype)
+    rewards[1, 2] = NAN
+    assert torch.equal(global_zscore(rewards), torch.zeros_like(rewards))
 
 
 # --- constant groups and unscorable completions -----------------------------------------------------------------------
 
 
-@EVERY
+@GROUPED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("constant", [0.0, 0.1, 1 / 3, 1e6 + 0.1, 1e-20, 1e30, -7.0])
 def test_a_constant_group_has_advantages_of_exactly_zero(advantage, constant, dtype):
@@ -106,7 +152,7 @@ def test_a_constant_group_has_advantages_of_exactly_zero(advantage, constant, dt
         assert torch.equal(advantage(rewards), torch.zeros_like(rewards))
 
 
-@EVERY
+@GROUPED
 def test_a_constant_group_stays_at_zero_beside_one_that_varies(advantage):
     got = advantage(double([[0.1, 0.1, 0.1], [0.0, 1.0, 5.0]]))
     assert got[0].tolist() == [0.0, 0.0, 0.0]
@@ -125,14 +171,14 @@ def test_a_smaller_group_keeps_its_own_mean():
     assert group_center(double([[1, 3], [5, NAN]])).tolist() == [[-1.0, 1.0], [0.0, 0.0]]
 
 
-@EVERY
+@GROUPED
 @pytest.mark.parametrize("row", [[NAN, NAN, NAN], [NAN, 5.0, NAN], [2.0, NAN, 2.0]])
 def test_a_group_without_spread_among_its_scorable_members_is_zero(advantage, row):
     assert advantage(double([row])).tolist() == [[0.0, 0.0, 0.0]]
     assert advantage(double([row, [0.0, 1.0, 2.0]]))[0].tolist() == [0.0, 0.0, 0.0]
 
 
-@EVERY
+@GROUPED
 def test_a_group_of_one_is_zero_and_not_nan(advantage):
     assert advantage(double([[7.0], [-2.0]])).tolist() == [[0.0], [0.0]]
 
@@ -173,8 +219,9 @@ def test_a_shift_of_all_rewards_changes_nothing(advantage, rows, shift):
 def test_the_scale_of_rewards_cancels_unless_scaling_is_off(rows, factor):
     # powers of two, so that the scaled rewards are exact; with eps scaled along, the quotient is the same number
     rewards = double(rows)
-    assert torch.equal(group_center(rewards * factor), group_center(rewards) * factor)
-    for scaled in (group_zscore, batch_zscore):
+    for unscaled in (group_center, leave_one_out):
+        assert torch.equal(unscaled(rewards * factor), unscaled(rewards) * factor)
+    for scaled in (group_zscore, batch_zscore, global_zscore, group_center_global_std):
         assert torch.allclose(scaled(rewards * factor, eps=1e-4 * factor), scaled(rewards), atol=1e-12)
 
 
@@ -213,7 +260,7 @@ def test_the_dtype_of_the_rewards_is_kept(advantage, dtype):
 
 @EVERY
 def test_whole_number_rewards_are_not_cut_to_whole_number_advantages(advantage):
-    got = advantage(torch.tensor([[0, 1]]))  # int64; all three are between .1 and .8 here
+    got = advantage(torch.tensor([[0, 1]]))  # int64; all of them are between .1 and 1 here
     assert got.is_floating_point()
     assert got[0, 1] > 0.1
 
@@ -225,8 +272,53 @@ def test_rewards_that_are_not_groups_are_refused(advantage, shape):
         advantage(torch.zeros(shape))
 
 
-def test_is_constant_tells_groups_without_signal():
-    rewards = double([[1, 1, 1], [1, 1, 2], [NAN, 3, NAN], [NAN, NAN, NAN], [NAN, 3, 4]])
-    assert is_constant(rewards).tolist() == [True, False, True, True, False]
-    with pytest.raises(ValueError, match=r"\(P, G\)"):
-        is_constant(torch.zeros(3))
+@EVERY
+def test_no_eps_is_no_nan(advantage):
+    knobs = {"eps": 0.0} if advantage.__kwdefaults__ else {}
+    got = advantage(double([[1, 1], [1, 1]]), **knobs)
+    assert torch.equal(got, torch.zeros(2, 2, dtype=torch.float64))
+
+
+# --- several rewards --------------------------------------------------------------------------------------------------
+
+
+def test_each_reward_is_normalised_before_they_are_added():
+    # one group, rewards [0, 1] and [0, 10]: first normalised -.70701 - .70710 = -1.41411, first added -.70710. The last
+    # step divides all by the batch's deviation, so that a second group is needed to see it
+    plain = double([[[0, 0], [1, 10]], [[0, 0], [0, 10]]])  # the second group agrees in the first reward
+    got = normalize_then_sum(plain)
+    ratio = (got[0, 1] / got[1, 1]).item()
+    assert ratio == pytest.approx(1.41411 / 0.70710, rel=1e-5)
+    # added up first, each group has one spread and the ratio is 1
+    added = group_zscore(plain.sum(dim=-1))
+    assert (added[0, 1] / added[1, 1]).item() == pytest.approx(1.0, rel=1e-4)
+
+
+def test_a_reward_that_does_not_apply_adds_nothing():
+    rewards = double([[[1, NAN], [0, NAN], [NAN, NAN]]])
+    got = normalize_then_sum(rewards)[0].tolist()
+    # z-scores of {1, 0}: +-.70701; their deviation .99986, so +-.70704
+    assert got == pytest.approx([0.70704, -0.70704, 0.0], abs=1e-4)
+    assert got[2] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_group_where_every_reward_is_constant_is_exactly_zero(dtype):
+    rewards = torch.tensor(
+        [[[0.1, 1 / 3]] * 5, [[0.0, 1.0], [1.0, 0.0], [0.3, 0.1], [2.0, 2.0], [0.1, 0.7]]], dtype=dtype
+    )
+    got = normalize_then_sum(rewards)
+    assert torch.equal(got[0], torch.zeros(5, dtype=dtype))
+    assert got[1].any() and got.dtype == dtype
+
+
+def test_weights_weigh_the_normalised_rewards():
+    rewards = double([[[0, 0], [1, 100], [3, 50]]])
+    alone = group_zscore(rewards[..., 0])
+    total = normalize_then_sum(rewards, weights=[2.0, 0.0])
+    # the weight itself cancels in the last division; the ratios are those of the one reward that counts
+    assert (total / total[0, 0]).tolist()[0] == pytest.approx((alone / alone[0, 0]).tolist()[0])
+    with pytest.raises(ValueError, match="2 reward functions need 2 weights, got"):
+        normalize_then_sum(rewards, weights=[1.0])
+    with pytest.raises(ValueError, match=r"\(P, G, R\)"):
+        normalize_then_sum(rewards[0])

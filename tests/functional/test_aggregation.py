@@ -13,11 +13,17 @@ from grpo_trainer.functional.aggregation import (
     fixed_length,
     micro_batch_token_mean,
     sequence_mean,
+    sequence_sum,
     token_mean,
 )
 
 EIGHT = functools.partial(fixed_length, length=8)
-INVARIANT = {"token_mean": token_mean, "sequence_mean": sequence_mean, "fixed_length": EIGHT}
+INVARIANT = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "fixed_length": EIGHT,
+    "sequence_sum": sequence_sum,
+}
 ALL = {**INVARIANT, "micro_batch_token_mean": micro_batch_token_mean}
 each = pytest.mark.parametrize("aggregation", ALL.values(), ids=ALL)
 each_invariant = pytest.mark.parametrize("aggregation", INVARIANT.values(), ids=INVARIANT)
@@ -52,6 +58,7 @@ def test_every_name_in_the_table_is_tested_here():
         (token_mean, 14 / 6),
         (sequence_mean, (1 + 3) / 2),
         (EIGHT, (2 + 12) / (2 * 8)),
+        (sequence_sum, (2 + 12) / 2),
         (micro_batch_token_mean, 14 / 6),
     ],
     ids=ALL,
@@ -98,6 +105,7 @@ def test_a_mean_of_micro_batch_means_is_not_the_token_mean():
         (token_mean, [1, 1, 0], 2),
         (sequence_mean, [1 / 2, 1 / 2, 0], 2),
         (EIGHT, [1 / 8, 1 / 8, 0], 2),
+        (sequence_sum, [1, 1, 0], 2),
         (micro_batch_token_mean, [1 / 2, 1 / 2, 0], 1),
     ],
     ids=ALL,
@@ -120,9 +128,10 @@ def test_weights_are_the_formula_row_by_row(aggregation, rows):
         token_mean: lambda row: 1,
         sequence_mean: lambda row: max(sum(row), 1),
         EIGHT: lambda row: 8,
+        sequence_sum: lambda row: 1,
         micro_batch_token_mean: lambda row: max(total, 1),
     }[aggregation]
-    items = {token_mean: total, sequence_mean: len(rows), EIGHT: len(rows), micro_batch_token_mean: 1}[aggregation]
+    items = {token_mean: total, micro_batch_token_mean: 1}.get(aggregation, len(rows))
     weights, count = aggregation(torch.tensor(rows))
     assert count.item() == items and count.shape == ()
     assert weights.dtype == count.dtype == torch.float32
@@ -157,6 +166,12 @@ def test_a_micro_batch_without_credited_tokens_is_zero_and_finite(aggregation):
     weights, items = aggregation(torch.zeros(2, 3, dtype=torch.bool))
     assert torch.equal(weights, torch.zeros(2, 3))
     assert math.isfinite(items.item())
+
+
+@each
+def test_a_float64_mask_gives_float64_weights(aggregation):
+    weights, items = aggregation(of_lengths(3).double())
+    assert weights.dtype == items.dtype == torch.float64
 
 
 @each
