@@ -31,19 +31,23 @@ class Clock(TrainerCallback):
         self._start = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Starts the clock."""
         self._start = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Stops it."""
         self.seconds.append(time.perf_counter() - self._start)
         if self._keep and self.gradient is None:
             kept = [p.grad.detach().flatten().clone() for p in model.parameters() if p.grad is not None]
             self.gradient = torch.cat(kept)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Starts it again."""
         self._start = time.perf_counter()
 
 
 def main(side: str, name: str, dtype: str, what: str, steps: str, folder: str) -> None:
+    """Trains, and writes down what it took."""
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     source = resolve_builtin(MODEL)
@@ -99,6 +103,7 @@ def _adapter(workload: Any) -> Any:
 def ours(
     workload: Any, model: Any, tokenizer: Any, reward_function: Any, settings: Any, clock: Any, what: str, log: Any
 ) -> Any:
+    """Our trainer, with fixed completions or with a clock around its generation."""
     from grpo_trainer import GRPOConfig, GRPOTrainer
     from grpo_trainer.types import Completions
 
@@ -137,6 +142,7 @@ def ours(
 def theirs(
     workload: Any, model: Any, tokenizer: Any, reward_function: Any, settings: Any, clock: Any, what: str, log: Any
 ) -> Any:
+    """TRL's trainer, likewise."""
     import trl
 
     trainer = trl.GRPOTrainer(

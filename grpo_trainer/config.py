@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from grpo_trainer.data import OVERLONG_PROMPTS
+from grpo_trainer.generation.base import ENGINES
 from grpo_trainer.not_yet import NotYet
 from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
 from grpo_trainer.registry import suggest
@@ -153,6 +154,12 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     log_multimodal: bool = field(default=True, metadata={"help": "Images in the tables; prompts hold none yet."})
 
     # --- fields of our own --------------------------------------------------------------------------------------------
+    generation_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "What draws completions. " + "; ".join(f"{name}: {what}" for name, what in ENGINES.items()) + "."
+        },
+    )
     advantage_ddof: int = field(
         default=1, metadata={"help": "1: sample standard deviation of a group (TRL's convention); 0: the population's."}
     )
@@ -256,6 +263,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             ("loss_type", LOSS_TYPES),
             ("scale_rewards", SCALE_REWARDS),
             ("overlong_prompts", OVERLONG_PROMPTS),
+            ("generation_engine", ENGINES),
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in legal:

@@ -96,3 +96,18 @@ def _build(architecture: Any, config: Any, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return architecture(config).float().eval()
+
+
+def completions_table(step: int, rows: int = 4, **columns: Any) -> dict[str, list[Any]]:
+    """What the trainer hands to callbacks for one rollout; ``columns`` go over it or are added to its end."""
+    return {
+        "step": [step] * rows,
+        "prompt": [f"What is {i} + 1?" for i in range(rows)],
+        "completion": [f"It is {i + 1}." for i in range(rows)],
+        "last_integer": [1.0] * rows,
+        "short": [None] * rows,
+        "advantage": [0.5] * rows,
+        "finished": [True] * rows,
+        "length": [5] * rows,
+        **columns,
+    }

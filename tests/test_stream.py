@@ -103,7 +103,7 @@ def test_what_can_be_read_once_only_is_refused():
 
 def test_a_stream_split_over_processes_is_refused():
     dataset = split_dataset_by_node(Dataset.from_list(list(Numbers(4))).to_iterable_dataset(), rank=0, world_size=2)
-    with pytest.raises(ValueError, match="split over processes.*give every process the whole stream"):
+    with pytest.raises(ValueError, match=r"split over processes.*give every process the whole stream"):
         check_stream("train_dataset", dataset)
 
 

@@ -1,38 +1,47 @@
-"""Completions as a person reads them: a table in the terminal, and parquet files on disk.
+"""Completions on disk: parquet files that a killed run has written all of, and how they are read back.
 
-The table that these functions take is what the trainer hands to callbacks once per rollout: a dict of equally long
-lists with the columns ``step, prompt, completion``, one per reward, ``advantage, finished, length``, then extra ones.
+::
+
+    rollout --on_rollout--> completions_00012.parquet        at once, one file per optimizer step
+                   |
+                   +--latest--> printer, tracker              at the next log of training
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from grpo_trainer.reports.guard import Guard, logger
+from grpo_trainer.reports.tables import reward_columns
+
 if TYPE_CHECKING:
-    from rich.table import Table
+    import pandas as pd
+
+FOLDER = "completions"
+"""Where completions lie in a run's output folder."""
 
 FILE_PREFIX = "completions_"
-logger = logging.getLogger(__name__)
+_FILE = re.compile(rf"{FILE_PREFIX}(\d+)\.parquet")
+_UNFINISHED = "_unfinished.parquet"  # readers of a folder of parquet files leave out names that begin so
 
-FIXED_COLUMNS = ("step", "prompt", "completion", "advantage", "finished", "length")
-_CHAT_MARK = re.compile(r"<\|[^<>|]*\|>")
-_ROLE = re.compile(r"^(system|user|assistant|model|tool)(\n|$)")
+Table = Mapping[str, Sequence[Any]]
 
 
 class CompletionsWriter(TrainerCallback):
-    """Writes every completion to parquet: one file per logged step, ``completions_00012.parquet``.
+    """Writes every completion to parquet: one file per optimizer step for which any were drawn.
 
-    A file holds all rollouts since the log before it. A step that is run again after a resume replaces its file. The
-    files are written on the main process only.
+    ``completions_00012.parquet`` holds the rollouts that were collected for step 12. It is written as soon as they are
+    scored, on the main process only, and is complete or not there. A step that is run again after a resume replaces
+    its file. A run that starts anew moves the files of an earlier one aside, to ``completions.1`` or the next number
+    that is free.
 
     Args:
         folder: where to write; made when the first file is written.
@@ -40,37 +49,57 @@ class CompletionsWriter(TrainerCallback):
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self._waiting: list[Mapping[str, Sequence[Any]]] = []
-        self._complained = False
+        self._step = 0
+        self._tables: list[Table] = []  # of that step
+        self._begun_at = 0
+        self._guard = Guard(f"the completions are not written to {self.folder}")
 
-    def on_rollout(
-        self, args: Any, state: Any, control: Any, table: Mapping[str, Sequence[Any]], **kwargs: Any
-    ) -> None:
-        """Keeps the completions of a rollout until the next log."""
-        self._waiting.append({name: list(values) for name, values in table.items()})
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Makes room for a run that starts anew."""
+        self._step, self._tables, self._begun_at = 0, [], state.global_step
+        if state.global_step == 0 and state.is_world_process_zero:
+            with self._guard:
+                move_aside(self.folder)
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes what was kept."""
-        self._flush(state)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes what was kept since the last log."""
-        self._flush(state)
-
-    def _flush(self, state: Any) -> None:
-        tables, self._waiting = self._waiting, []
-        if not tables or not state.is_world_process_zero:
+    def on_rollout(self, args: Any, state: Any, control: Any, table: Table, **kwargs: Any) -> None:
+        """Writes the completions of a rollout, together with those that were drawn for the same step before."""
+        if not state.is_world_process_zero:
             return
-        path = self.folder / f"{FILE_PREFIX}{state.global_step:05d}.parquet"
-        try:
-            write_completions(path, tables)
-        except OSError as error:  # a report is not worth a run
-            if not self._complained:
-                logger.warning("completions are not written to %s: %s; training goes on", path, error)
-            self._complained = True
+        step = state.global_step + 1
+        if step != self._step:
+            self._step, self._tables = step, []
+        self._tables.append(table)
+        with self._guard:
+            write_completions(self.folder / f"{FILE_PREFIX}{step:05d}.parquet", self._tables)
+
+    def latest(self, state: Any) -> dict[str, list[Any]] | None:
+        """What a log of training has to show: the completions of the last step for which any were drawn.
+
+        A run that was resumed reads them from their file, so that its next log shows what it would have shown.
+
+        Args:
+            state: the Trainer's, its last log entry being the present log.
+
+        Returns:
+            The table; None if there is nothing that a log before did not show.
+        """
+        logged = max((entry["step"] for entry in state.log_history[:-1] if is_training_log(entry)), default=0)
+        if self._tables:
+            return merge_tables(self._tables) if self._step > logged else None
+        earlier = {step: path for step, path in written(self.folder).items() if logged < step <= self._begun_at}
+        if not earlier:
+            return None
+        import pyarrow.parquet as pq
+
+        return pq.read_table(earlier[max(earlier)]).to_pydict()
 
 
-def write_completions(path: Path, tables: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+def is_training_log(logs: Mapping[str, Any]) -> bool:
+    """Whether a log holds figures of training, rather than those of an evaluation."""
+    return "loss" in logs or "train_runtime" in logs
+
+
+def write_completions(path: Path, tables: Sequence[Table]) -> None:
     """Writes tables of completions, one below the other, to a parquet file that is complete or not there.
 
     A reward that does not apply (None or NaN) becomes a null. Values of an extra column that are not of one kind are
@@ -83,123 +112,125 @@ def write_completions(path: Path, tables: Sequence[Mapping[str, Sequence[Any]]])
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    names = list(dict.fromkeys(name for table in tables for name in table))
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    for table in tables:
-        rows = len(next(iter(table.values())))
-        for name in names:
-            columns[name].extend(table.get(name, [None] * rows))
-    arrays = {name: _arrow_array(values) for name, values in columns.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".tmp")
-    pq.write_table(pa.table(arrays), unfinished)
+    unfinished = path.with_name(_UNFINISHED)
+    pq.write_table(pa.table(_arrow_columns(merge_tables(tables))), unfinished)
     os.replace(unfinished, path)
 
 
-def render_table(
-    table: Mapping[str, Sequence[Any]], *, rows: int | None = None, title: str = "", prompt_width: int = 60
-) -> Table:
-    """Completions as a table for the terminal.
+def read_completions(output_dir: str | os.PathLike[str]) -> pd.DataFrame:
+    """All completions that a run has written, as a pandas data frame.
+
+    Args:
+        output_dir: the run's output folder.
+
+    Returns:
+        One row per completion, in the order of the steps; NaN where a reward does not apply.
+
+    Raises:
+        FileNotFoundError: if there are none.
+    """
+    import pandas as pd
+    import pyarrow.parquet as pq
+
+    files = written(Path(output_dir) / FOLDER)
+    if not files:
+        raise FileNotFoundError(
+            f"output_dir={os.fspath(output_dir)!r} holds no {FOLDER}/{FILE_PREFIX}*.parquet: they are written by a run "
+            "with log_completions=True"
+        )
+    return pd.DataFrame(merge_tables([pq.read_table(path).to_pydict() for path in files.values()]))
+
+
+def written(folder: Path) -> dict[int, Path]:
+    """The files of completions in a folder.
+
+    Args:
+        folder: need not exist.
+
+    Returns:
+        Optimizer step -> file, ascending.
+    """
+    found = {int(m[1]): p for p in folder.iterdir() if (m := _FILE.fullmatch(p.name))} if folder.is_dir() else {}
+    return dict(sorted(found.items()))
+
+
+def move_aside(folder: Path) -> None:
+    """Moves files of completions to ``folder.1``, or the next number that is free, and says so.
+
+    Args:
+        folder: what else it holds is left.
+    """
+    files = written(folder)
+    if not files:
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for path in files.values():
+        path.rename(aside / path.name)
+    logger.warning(
+        "%s held completions of an earlier run (%d files, up to step %d): they are in %s now",
+        *(folder, len(files), max(files), aside),
+    )
+
+
+def merge_tables(tables: Iterable[Table]) -> dict[str, list[Any]]:
+    """Tables, one below the other.
+
+    Args:
+        tables: dicts of equally long lists.
+
+    Returns:
+        All their columns, in the order in which they first appear; None where a table lacks one.
+
+    Example:
+        >>> merge_tables([{"a": [1, 2]}, {"a": [3], "b": ["x"]}])
+        {'a': [1, 2, 3], 'b': [None, None, 'x']}
+    """
+    tables = list(tables)
+    columns: dict[str, list[Any]] = {name: [] for table in tables for name in table}
+    for table in tables:
+        rows = len(next(iter(table.values()), ()))
+        for name, values in columns.items():
+            values.extend(table.get(name, [None] * rows))
+    return columns
+
+
+def plain_rows(table: Table) -> tuple[list[str], list[list[Any]]]:
+    """A table as a tracking service takes it: rows of numbers, truth values, texts and None, a column of one kind.
 
     Args:
         table: dict of equally long lists.
-        rows: how many to show, evenly spread over the table, so that several prompts are seen; None shows all.
-        title: the table's title.
-        prompt_width: the longest prompt that is shown in full, in characters; a longer one loses its start.
 
     Returns:
-        A rich table with the columns prompt, completion, each reward, advantage.
+        The names of the columns, and the rows. Equal before and after a table was written to disk.
     """
-    from rich.table import Table
-    from rich.text import Text
-
-    rewards = reward_columns(table)
-    view = Table(title=title or None, title_justify="left", show_lines=False, pad_edge=False)
-    view.add_column("prompt", ratio=2, overflow="fold")
-    view.add_column("completion", ratio=3, overflow="fold")
-    for name in [*rewards, "advantage"]:
-        view.add_column(name, justify="right", overflow="fold")
-    for i in _spread(len(table["prompt"]), rows):
-        # Text, not str: a completion may hold [brackets] that rich would take for its markup
-        cells = [Text(short_prompt(table["prompt"][i], prompt_width)), Text(one_line(table["completion"][i]))]
-        figures = [Text(_figure(table[name][i])) for name in [*rewards, "advantage"]]
-        view.add_row(*cells, *figures)
-    return view
+    columns = {name: array.to_pylist() for name, array in _arrow_columns(table).items()}
+    for name, values in columns.items():
+        columns[name] = [v if isinstance(v, (bool, int, float, str, type(None))) else _as_text(v) for v in values]
+    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def reward_columns(table: Mapping[str, Sequence[Any]]) -> list[str]:
-    """The names of the rewards: the columns between ``completion`` and ``advantage``.
-
-    Args:
-        table: dict of equally long lists.
-
-    Returns:
-        The names, in the table's order.
-
-    Example:
-        >>> reward_columns({"step": [], "prompt": [], "completion": [], "correct": [], "advantage": [], "note": []})
-        ['correct']
-    """
-    names = list(table)
-    return [n for n in names[: names.index("advantage")] if n not in FIXED_COLUMNS]
-
-
-def short_prompt(prompt: str, width: int = 60) -> str:
-    r"""The last turn of a prompt on one line, without the marks of a chat template such as ``<|im_start|>``.
-
-    Args:
-        prompt: a rendered prompt.
-        width: the most characters to show; a longer one loses its start, where it says least.
-
-    Returns:
-        The turn.
-
-    Example:
-        >>> short_prompt("<|im_start|>user\nWhat is 7 + 12?<|im_end|>\n<|im_start|>assistant\n")
-        'What is 7 + 12?'
-        >>> short_prompt("What is 7 + 12?", width=10)
-        '…s 7 + 12?'
-    """
-    turns = (_ROLE.sub("", turn.strip()).strip() for turn in _CHAT_MARK.split(prompt))
-    text = one_line(([turn for turn in turns if turn] or [""])[-1])
-    return text if len(text) <= width else "…" + text[1 - width :]
-
-
-def one_line(text: str) -> str:
-    r"""A text on one line, fit for a terminal: a model can write control sequences, which would act on it.
-
-    Args:
-        text: any text.
-
-    Returns:
-        The text with single spaces, and ``\ufffd`` for what cannot be printed.
-
-    Example:
-        >>> one_line("a\n  b\x1b[2J")
-        'a b�[2J'
-    """
-    return "".join(c if c.isprintable() else "\ufffd" for c in " ".join(text.split()))
-
-
-def _figure(value: Any) -> str:
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    return f"{value:.2f}" if isinstance(value, float) else str(value)
-
-
-def _spread(total: int, wanted: int | None) -> list[int]:
-    """Indices of ``wanted`` rows, evenly spread: the middle row of each of ``wanted`` equal parts."""
-    if wanted is None or wanted >= total:
-        return list(range(total))
-    return [(2 * k + 1) * total // (2 * wanted) for k in range(wanted)]
-
-
-def _arrow_array(values: list[Any]) -> Any:
+def _arrow_columns(table: Table) -> dict[str, Any]:
+    """Columns of one kind each. Rewards are numbers even where all are null: files of a run are of one kind too."""
     import pyarrow as pa
+
+    figures = {*reward_columns(table), "advantage"} if "advantage" in table else set()
+    return {name: _arrow_array(values, pa.float64() if name in figures else None) for name, values in table.items()}
+
+
+def _arrow_array(values: Sequence[Any], kind: Any = None) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     values = [None if isinstance(v, float) and math.isnan(v) else v for v in values]
     try:
-        return pa.array(values)
+        array = pa.array(values, kind)
+        if pa.types.is_nested(array.type):  # not all that arrow can nest can be written: {} cannot
+            pq.write_table(pa.table({"": array}), pa.BufferOutputStream())
+        return array
     except Exception:  # of many kinds: mixed types, whole numbers beyond 64 bits, lone surrogates
         return pa.array([None if v is None else _as_text(v) for v in values])
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers.trainer_callback import TrainerCallback
 
+from grpo_trainer.reports.guard import Guard
+
 HEAD, TAIL = "--- the first prompt, as the model reads it ---", "--- here its completions begin ---"
 MOST = 4000
 """Characters that are shown; a longer prompt loses its middle."""
@@ -22,7 +24,8 @@ class FirstPrompt(TrainerCallback):
     def _show(self, args: Any, state: Any, control: Any, table: Mapping[str, Sequence[Any]], **kwargs: Any) -> None:
         del self.on_rollout
         if state.is_world_process_zero and table["prompt"]:
-            print(HEAD, printable(table["prompt"][0]), TAIL, sep="\n", flush=True)
+            with Guard("the first prompt is not shown"):
+                print(HEAD, printable(table["prompt"][0]), TAIL, sep="\n", flush=True)
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Progress of a run in the terminal: a bar with reward and time left, and a few sampled completions now and then."""
+"""Progress of a run: a bar with reward and time left, and a few sampled completions now and then."""
 
 from __future__ import annotations
 
+import html
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,14 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.trainer_callback import TrainerCallback
 
-from grpo_trainer.reports.completions import render_table
+from grpo_trainer.reports.guard import Guard
+from grpo_trainer.reports.notebook import Output, at_end_of_cell, in_notebook
+from grpo_trainer.reports.printer import show_table
 
 
 class RichProgress(TrainerCallback):
     """Shows how a run goes, in place of transformers' bars and printed dicts. Silent on all but the main process.
 
-    In a terminal it draws a live bar. Elsewhere (a file, a pipe, a CI log) it writes plain lines, about ``lines`` over
-    the whole run, however long that is. It can be used as a context manager, which takes the bar down when a run fails.
+    In a terminal it draws a live bar, in a notebook an HTML one. Elsewhere (a file, a pipe, a CI log) it writes plain
+    lines, about ``lines`` over the whole run, however long that is. The bar is taken down when a run ends, and when the
+    cell of a notebook that it runs in is interrupted; a script uses it as a context manager for that.
 
     Args:
         console: where to write; None takes the standard output.
@@ -31,16 +35,19 @@ class RichProgress(TrainerCallback):
             GRPOTrainer(..., callbacks=[progress]).train()
     """
 
+    replaces_progress = True
+    """The trainer leaves out transformers' own callbacks for the same where one of its callbacks has this."""
+
     def __init__(
         self, console: Console | None = None, *, lines: int = 12, tables: int = 4, table_rows: int = 4
     ) -> None:
         self.console = console or Console()
         self.lines, self.tables, self.table_rows = lines, tables, table_rows
-        self._bar: Progress | None = None
-        self._task: Any = None
+        self._bar: _TerminalBar | _NotebookBar | None = None
         self._reward = float("nan")
         self._start_time, self._start_step = 0.0, 0
         self._next_table = self._next_line = 0
+        self._guard = Guard("progress is not shown")
 
     def __enter__(self) -> RichProgress:
         return self
@@ -50,30 +57,25 @@ class RichProgress(TrainerCallback):
 
     def close(self) -> None:
         """Takes the bar down. May be called more than once."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with self._guard:
+                bar.stop()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draws the bar."""
-        self.close()  # of a run that was broken off in the same notebook
+        self.close()  # of a run that was broken off in the same process
+        self._reward = float("nan")
         self._start_time, self._start_step = time.monotonic(), state.global_step
         self._next_table = self._next_line = state.global_step
-        if not state.is_world_process_zero or not self.console.is_terminal:
+        if not state.is_world_process_zero:
             return
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("reward {task.fields[reward]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=self.console,
-            speed_estimate_period=600,  # steps may take minutes; half a minute, the default, would hold none
-        )
-        self._task = self._bar.add_task("training", total=state.max_steps, completed=state.global_step, reward="–")
-        self._bar.start()
+        with self._guard:
+            if in_notebook():
+                self._bar = _NotebookBar(state)
+            elif self.console.is_terminal:
+                self._bar = _TerminalBar(self.console, state)
+            at_end_of_cell(self.close)
 
     def on_rollout(
         self, args: Any, state: Any, control: Any, table: Mapping[str, Sequence[Any]], **kwargs: Any
@@ -83,29 +85,42 @@ class RichProgress(TrainerCallback):
             return
         self._next_table = _next_mark(state, self.tables)
         title = f"sampled for step {state.global_step + 1}"
-        self.console.print(render_table(table, rows=self.table_rows, title=title))
+        with self._guard:
+            show_table(table, Output(), self.console, rows=self.table_rows, title=title)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         """Takes the reward from the log; an evaluation gets a line of its own."""
+        if not state.is_world_process_zero:
+            return
         for name, value in (logs or {}).items():
-            if name.startswith("eval_") and name.endswith("_reward") and state.is_world_process_zero:
-                self.console.print(f"step {state.global_step}: {name} {value:.3f}", highlight=False, soft_wrap=True)
+            if name.startswith("eval_") and name.endswith("_reward"):
+                self._say(f"step {state.global_step}: {name} {value:.3f}")
         if logs is None or "reward" not in logs:
             return
         self._reward = float(logs["reward"])
-        if self._bar is not None:
-            self._bar.update(self._task, reward=f"{self._reward:.3f}")
-        elif state.is_world_process_zero and self._is_due(state):
-            self.console.print(self._line(state), highlight=False, soft_wrap=True)
+        if self._bar is None and not in_notebook() and self._is_due(state):
+            self._say(self._line(state))
+        self._draw(state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Moves the bar."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=state.global_step)
+        self._draw(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the bar down."""
         self.close()
+
+    def _draw(self, state: Any) -> None:
+        if self._bar is not None:
+            with self._guard:
+                self._bar.draw(self._reward)
+
+    def _say(self, line: str) -> None:
+        with self._guard:
+            if isinstance(self._bar, _NotebookBar):
+                self._bar.say(line)
+            else:
+                self.console.print(line, highlight=False, soft_wrap=True)
 
     def _is_due(self, state: Any) -> bool:
         """Whether this log is the first, the last, or the first after one of the ``lines`` marks."""
@@ -123,6 +138,79 @@ class RichProgress(TrainerCallback):
             f"step {state.global_step}/{state.max_steps}  reward {self._reward:.3f}  "
             f"{per_step:.1f} s a step  {_duration(left)} left"
         )
+
+
+class _TerminalBar:
+    """A live bar, drawn by a thread of its own until it is stopped."""
+
+    def __init__(self, console: Console, state: Any) -> None:
+        self.state = state
+        self.progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("reward {task.fields[reward]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            speed_estimate_period=600,  # steps may take minutes; half a minute, the default, would hold none
+        )
+        self._task = self.progress.add_task("training", total=state.max_steps, completed=state.global_step, reward="–")
+        self.progress.start()
+
+    def draw(self, reward: float) -> None:
+        self.progress.update(self._task, completed=self.state.global_step, reward=_figure(reward))
+
+    def stop(self) -> None:
+        self.progress.stop()
+
+
+class _NotebookBar:
+    """A bar in the output of a cell. It is no more than what was last shown, so an interruption breaks nothing."""
+
+    SECONDS = 0.2  # at least, from one drawing to the next: a browser need not draw every step of a quick run
+
+    def __init__(self, state: Any) -> None:
+        self.state, self._output = state, Output()
+        self._start_time, self._start_step = time.monotonic(), state.global_step
+        self._drawn = 0.0
+        self._reward = float("nan")
+        self._said: list[str] = []
+        self.draw(self._reward, force=True)
+
+    def draw(self, reward: float, *, force: bool = False) -> None:
+        self._reward = reward
+        if force or time.monotonic() - self._drawn > self.SECONDS:
+            done, total = self.state.global_step, self.state.max_steps
+            left = "" if done == self._start_step else f"{_duration(self._per_step() * (total - done))} left"
+            self._show(f"step {done}/{total}", left)
+
+    def say(self, line: str) -> None:
+        self._said.append(line)
+        self.draw(self._reward, force=True)
+
+    def stop(self) -> None:
+        done, total = self.state.global_step, self.state.max_steps
+        self._show(f"step {done}/{total}" if done >= total else f"stopped at step {done}/{total}", "")
+
+    def _per_step(self) -> float:
+        return (time.monotonic() - self._start_time) / max(1, self.state.global_step - self._start_step)
+
+    def _show(self, place: str, left: str) -> None:
+        self._drawn = time.monotonic()
+        speed = f"{self._per_step():.1f} s a step" if self.state.global_step > self._start_step else ""
+        line = "  ".join(part for part in (place, f"reward {_figure(self._reward)}", speed, left) if part)
+        bar = (
+            f'<progress value="{self.state.global_step}" max="{max(1, self.state.max_steps)}" '
+            'style="width:300px;vertical-align:middle"></progress>'
+        )
+        lines = [f"{bar} {html.escape(line)}", *map(html.escape, self._said)]
+        self._output.show("".join(f"<div>{text}</div>" for text in lines), "\n".join([line, *self._said]))
+
+
+def _figure(value: float) -> str:
+    return "–" if value != value else f"{value:.3f}"
 
 
 def _next_mark(state: Any, marks: int) -> int:

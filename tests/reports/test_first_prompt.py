@@ -49,3 +49,13 @@ def test_a_long_prompt_loses_its_middle():
 
 def test_control_sequences_do_not_reach_the_terminal():
     assert printable("a\x1b[2J\r\n\tb\u202e") == "a\ufffd[2J\ufffd\n\tb\ufffd"
+
+
+def test_a_terminal_that_cannot_show_it_ends_no_run(monkeypatch, caplog):
+    def fail(*args, **kwargs):
+        raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr("builtins.print", fail)
+    show(FirstPrompt(), PROMPT)
+    (record,) = caplog.records
+    assert "the first prompt is not shown" in record.getMessage()

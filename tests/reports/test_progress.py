@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import io
+import itertools
+import sys
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 from transformers.trainer_callback import TrainerControl, TrainerState
 
+from grpo_trainer.reports import progress
 from grpo_trainer.reports.progress import RichProgress
 
 
@@ -114,4 +118,83 @@ def test_a_run_can_be_started_again_after_it_was_broken_off():
         run.play(fail_at=3)
     abandoned = run.progress._bar
     assert "25/25" in run.play()
-    assert not abandoned.live.is_started  # two bars would draw over each other
+    assert not abandoned.progress.live.is_started  # two bars would draw over each other
+
+
+# --- in a notebook ---------------------------------------------------------------------------------------------------
+
+
+def test_in_a_notebook_one_bar_is_drawn_anew_in_its_place(notebook):
+    run = Run(terminal=False, tables=0)
+    assert run.play() == ""  # nothing is printed beside it
+    assert len(notebook.shown) == 1
+    assert '<progress value="25" max="25"' in notebook.html(0)
+    assert "step 25/25  reward 0.250" in notebook.html(0) and "stopped" not in notebook.html(0)
+    assert notebook.shown[0]["text/plain"].startswith("step 25/25  reward 0.250")
+
+
+def test_a_quick_run_does_not_keep_the_browser_busy(notebook, monkeypatch):
+    hundredths = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(hundredths) / 100)
+    monkeypatch.setattr(progress, "time", clock)
+    Run(terminal=False, tables=0, steps=2000).play()
+    assert 2000 / 100 * 5 / 2 < notebook.drawn < next(hundredths) / 100 * 5  # at most five times a second
+
+
+def test_in_a_notebook_evaluations_and_tables_are_html(notebook):
+    run = Run(terminal=False, tables=1)
+    run.call("on_train_begin")
+    run.call("on_rollout", table=table(1))
+    run.state.global_step = 1
+    run.call("on_log", logs={"eval_reward": 0.5, "eval_<b>_reward": 0.25})
+    assert "<div>step 1: eval_reward 0.500</div><div>step 1: eval_&lt;b&gt;_reward 0.250</div>" in notebook.html(0)
+    assert "<table>" in notebook.html(1) and "nineteen" in notebook.html(1)
+    assert "nineteen" in notebook.shown[1]["text/plain"] and "<" not in notebook.shown[1]["text/plain"]
+    assert run.out.getvalue() == ""
+
+
+def test_an_interrupted_cell_leaves_a_bar_that_says_so(notebook):
+    run = Run(terminal=False, tables=0)
+    with pytest.raises(RuntimeError):
+        run.play(fail_at=4)
+    notebook.end_cell()
+    assert "stopped at step 3/25" in notebook.html(0)
+    assert notebook.at_end == []
+
+
+def test_a_cell_that_is_run_again_draws_a_bar_of_its_own(notebook):
+    run = Run(terminal=False, tables=0)
+    with pytest.raises(RuntimeError):
+        run.play(fail_at=4)
+    notebook.end_cell()
+    run.play()
+    notebook.end_cell()
+    assert ["stopped" in bundle["text/html"] for bundle in notebook.shown] == [True, False]
+    assert "step 25/25" in notebook.html(1)
+
+
+def test_only_the_main_process_draws_in_a_notebook(notebook):
+    Run(terminal=False, main=False).play()
+    assert notebook.shown == []
+
+
+def test_a_display_that_fails_is_said_once_and_the_run_goes_on(notebook, caplog, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError("the browser is gone")
+
+    monkeypatch.setattr(sys.modules["IPython.display"], "display", fail)
+    Run(terminal=False, tables=4).play()
+    (record,) = caplog.records
+    assert "the browser is gone" in record.getMessage()
+
+
+def test_a_pipe_that_breaks_is_said_once_and_the_run_goes_on(caplog, monkeypatch):
+    run = Run(terminal=False, tables=4)
+
+    def fail(*args, **kwargs):
+        raise BrokenPipeError("nobody reads")
+
+    monkeypatch.setattr(run.progress.console, "print", fail)
+    run.play()
+    (record,) = caplog.records
+    assert "progress is not shown" in record.getMessage() and "nobody reads" in record.getMessage()
