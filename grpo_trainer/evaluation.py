@@ -82,9 +82,11 @@ def sample(
     try:
         for k in range(rank, len(chunks), world_size):
             counts = [num_generations] * len(chunks[k])
-            names = [f"row {k * rows_at_once + i} of the evaluation set" for i in range(len(chunks[k]))]
+            places = range(k * rows_at_once, k * rows_at_once + len(chunks[k]))
+            names = [f"row {i} of the evaluation set" for i in places]
+            row_ids = [(i, c) for i in places for c in range(num_generations)]
             with random_states_of_its_own(combine_seed(seed, k)):  # a reward function may draw from them
-                drawn = collector.draw(chunks[k], counts, seed=combine_seed(seed, k), sampling=sampling, names=names)
+                drawn = collector.draw(chunks[k], counts, seed=seed, sampling=sampling, names=names, row_ids=row_ids)
             parts.append((k, drawn.rewards, _facts(drawn), drawn.texts))
     except Exception as error:
         failure = error

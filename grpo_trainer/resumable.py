@@ -107,8 +107,12 @@ class ResumableTrainer(Trainer):
             clear_unfinished(self.args.output_dir)
         self._rng_due = self._checkpoint is not None
         self._stopping = False
-        with self._termination:
-            output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
+        self.current_flos = 0  # those of a run that was broken off are not this run's
+        try:
+            with self._termination:
+                output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
+        finally:
+            self.is_in_train = False  # the Trainer says so only of a run that came to its end
         if self._stopping and self.state.global_step < self.state.max_steps:
             raise SystemExit(EXIT_CODE)
         return output._replace(training_loss=self._mean_loss())

@@ -159,7 +159,7 @@ class RolloutCollector:
         Args:
             rows: the dataset rows that this process completes; read here, so that a failure to is told to all.
             num_samples: for each how many completions; the groups of all processes together are whole.
-            seed: of this process's random numbers.
+            seed: of the rollout's random numbers, the same on all processes.
             names: of the rows, for messages; None numbers them.
 
         Returns:
@@ -168,8 +168,10 @@ class RolloutCollector:
         Raises:
             ValueError: if a prompt or a reward is not legal, on whichever process it happened.
         """
-        drawn, failure = self._try_draw(rows, num_samples, seed, names)
-        shared = self._share(drawn, sum(num_samples), failure)  # (N, R + 3), all processes
+        count, group = sum(num_samples), self.num_generations
+        mine = range(count) if self.layout is None else self.layout[self.rank]
+        drawn, failure = self._try_draw(rows, num_samples, seed, names, [divmod(row, group) for row in mine])
+        shared = self._share(drawn, count, failure)  # (N, R + 3), all processes
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
         advantages = self.advantage(totals)  # (P, G)
@@ -193,6 +195,7 @@ class RolloutCollector:
         seed: int,
         sampling: SamplingParams | None = None,
         names: Sequence[str] | None = None,
+        row_ids: Sequence[tuple[int, int]] | None = None,
     ) -> Drawn:
         """Completions and their rewards, without credit: what an evaluation needs.
 
@@ -202,6 +205,7 @@ class RolloutCollector:
             seed: of the random numbers.
             sampling: how to draw; None as in training.
             names: of the rows, for messages; None numbers them.
+            row_ids: for each completion the pair (prompt, completion) that tells it from all others of this seed.
 
         Returns:
             The completions, group-major.
@@ -216,7 +220,7 @@ class RolloutCollector:
             self._format.check(prompt, name)
         with self._timed("time/generation"):
             completions = self.generator.generate(
-                [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed
+                [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed, row_ids=row_ids
             )
         each_row = [row for row, n in zip(rows, num_samples, strict=True) for _ in range(n)]
         each_prompt = [p for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
@@ -258,10 +262,15 @@ class RolloutCollector:
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others
     # in the very tensor that they exchange anyway.
     def _try_draw(
-        self, rows: Iterable[Row], num_samples: Sequence[int], seed: int, names: Sequence[str] | None
+        self,
+        rows: Iterable[Row],
+        num_samples: Sequence[int],
+        seed: int,
+        names: Sequence[str] | None,
+        row_ids: Sequence[tuple[int, int]],
     ) -> tuple[Drawn | None, Exception | None]:
         try:
-            return self.draw(rows, num_samples, seed=seed, names=names), None
+            return self.draw(rows, num_samples, seed=seed, names=names, row_ids=row_ids), None
         except Exception as error:
             return None, error
 

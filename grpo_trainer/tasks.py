@@ -6,7 +6,7 @@ A task is a function and its line in `BUILTIN_TASKS`; a recipe or a notebook ask
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_trainer.registry import suggest
@@ -39,6 +39,29 @@ def sums(rng: random.Random) -> tuple[Rows, Rows]:
     rng.shuffle(pairs)
     rows = [_sum_row(*pair) for pair in pairs]
     return rows[HELDOUT_SUMS:], rows[:HELDOUT_SUMS]
+
+
+def gsm8k_answer(row: Mapping[str, Any]) -> dict[str, str]:
+    """The final number of a GSM8K solution, as a recipe's ``dataset_map_fn``.
+
+    Args:
+        row: holds ``answer``, a solution that ends in ``#### 72``.
+
+    Returns:
+        ``answer``, the number as it is written; and ``solution``, the whole text.
+
+    Raises:
+        ValueError: if nothing follows ``####``.
+
+    Example:
+        >>> gsm8k_answer({"question": "How many?", "answer": "48/2 = <<48/2=24>>24 in May. #### 1,072"})["answer"]
+        '1,072'
+    """
+    solution = row["answer"]
+    _, mark, answer = solution.rpartition("####")
+    if not mark or not answer.strip():
+        raise ValueError(f"the solution has no final number after ####: {solution[-60:]!r}")
+    return {"answer": answer.strip(), "solution": solution}
 
 
 BUILTIN_TASKS: dict[str, TaskFn] = {

@@ -25,6 +25,7 @@ from grpo_trainer.assembly import (
     check_args,
     course_settings,
     objective_of,
+    prefer_own_progress,
     refuse_not_yet,
     report_callbacks,
     reward_set,
@@ -35,7 +36,7 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptLimit, PromptRenderer
 from grpo_trainer.dataset import check_dataset, check_eval_dataset, check_reward_columns
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
-from grpo_trainer.generation.hf import HFGenerator
+from grpo_trainer.generation.engines import make_generator
 from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
 from grpo_trainer.metrics import MetricStore
 from grpo_trainer.objective import masked_sum
@@ -181,6 +182,7 @@ class GRPOTrainer(ResumableTrainer):
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
+        prefer_own_progress(self)
 
     def _zero_stage(self) -> int:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
@@ -197,7 +199,7 @@ class GRPOTrainer(ResumableTrainer):
         )
         return RolloutCollector(
             renderer=renderer,
-            generator=HFGenerator(lambda: self.model, self.accelerator.autocast),
+            generator=make_generator(args.generation_engine, lambda: self.model, self.accelerator.autocast),
             sampling=sampling_params(args, self.model, renderer.tokenizer),
             rewards=rewards,
             advantage=self.objective.advantage,
@@ -324,7 +326,8 @@ class GRPOTrainer(ResumableTrainer):
         groups = self.plan.local_groups(self.args.process_index)
         rows = (self._row(ticket, p) for p, _ in groups)
         names = [f"row {ticket.prompts[p]} of train_dataset" for p, _ in groups]
-        seed = combine_seed(self.args.seed, self.state.global_step, place, self.args.process_index)
+        nth = place // self.plan.micro_steps_per_rollout  # rollout that begins in this optimizer step
+        seed = combine_seed(self.args.seed, self.state.global_step, nth)
         rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed, names=names)
         one_pass = [rollout.batch.select(part) for part in self.plan.micro_batches()]
         self._pending.clear()

@@ -13,3 +13,23 @@ def is_conversational(prompt: Any) -> bool:
     from trl.data_utils import is_conversational as peer
 
     return bool(peer({"prompt": prompt}))
+
+
+PEER_REWARDS = ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment")
+"""Rewards that a recipe of trl asks for by name."""
+
+
+def peer_reward(name: str) -> Any:
+    """A reward of trl's, as its own command line makes it.
+
+    Args:
+        name: one of ``PEER_REWARDS``.
+
+    Returns:
+        The function.
+    """
+    import trl.rewards
+
+    if name == "get_soft_overlong_punishment":
+        return trl.rewards.get_soft_overlong_punishment(max_completion_len=1280, soft_punish_cache=256)
+    return getattr(trl.rewards, name)

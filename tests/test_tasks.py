@@ -6,7 +6,7 @@ import re
 import pytest
 
 from grpo_trainer.rewards.maths import last_integer
-from grpo_trainer.tasks import BUILTIN_TASKS, load_task
+from grpo_trainer.tasks import BUILTIN_TASKS, gsm8k_answer, load_task
 
 
 def terms(row) -> tuple[int, int]:
@@ -67,3 +67,22 @@ def test_an_unknown_task_is_refused_with_the_nearest_name():
 def test_an_impossible_size_is_refused_with_the_legal_ones(size):
     with pytest.raises(ValueError, match=rf"heldout_size of builtin:sums is {size}; give a number from 1 to 64"):
         load_task("builtin:sums", heldout_size=size)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("48/2 = <<48/2=24>>24 clips in May.\n#### 72", "72"),
+        ("It costs $1,450,000.\n#### 1,450,000", "1,450,000"),
+        ("He owes.\n#### -10", "-10"),
+        ("#### 1 is not it\n#### 2", "2"),
+    ],
+)
+def test_the_answer_of_gsm8k_is_what_follows_the_last_mark(solution, answer):
+    assert gsm8k_answer({"question": "q", "answer": solution}) == {"answer": answer, "solution": solution}
+
+
+@pytest.mark.parametrize("solution", ["72", "so it is 72 ####", "####  "])
+def test_a_solution_of_gsm8k_without_an_answer_is_refused(solution):
+    with pytest.raises(ValueError, match="no final number after ####"):
+        gsm8k_answer({"answer": solution})

@@ -75,7 +75,7 @@ class Scripted:
     def __init__(self, *ids, finished=True):
         self.ids, self.finished, self.calls = ids, finished, 0
 
-    def generate(self, prompts, num_samples, sampling, *, seed):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
         self.calls += 1
         n = sum(num_samples)
         ids = tuple(tuple(self.ids[i % len(self.ids)]) for i in range(n))
@@ -166,7 +166,10 @@ def test_a_rollout_that_is_used_at_once_costs_no_further_pass(tmp_path):
 
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 2}])
 def test_a_rollout_that_outlives_its_step_has_its_log_probs_taken_before_the_first_update(tmp_path, settings):
-    trainer = make(tmp_path, gradient_checkpointing=False, learning_rate=0.1, **settings)
+    def varied(completion_ids, **_):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    trainer = make(tmp_path, varied, gradient_checkpointing=False, learning_rate=0.1, **settings)
     passes = count_training_passes(trainer)
     seen = []
     inner = trainer.objective.policy_loss
@@ -759,7 +762,10 @@ def test_a_reward_model_reads_messages_in_its_own_template(tmp_path):
 
 
 def test_rows_without_a_gradient_are_not_computed_and_the_gradient_is_the_same(tmp_path):
-    """One group of two has no spread. With a KL weight of 1e-12 every row is computed; without, half at most."""
+    """One group of two has no spread. With a KL weight of 1e-12 every row is computed; without, half at most.
+
+    A group is a prompt of 3 tokens and 4 completions of 6, the last of which predicts nothing: 3 + 4 * 5 = 23.
+    """
 
     def reward(prompts, completion_ids, **_):
         return [
@@ -767,12 +773,12 @@ def test_rows_without_a_gradient_are_not_computed_and_the_gradient_is_the_same(t
             for prompt, ids in zip(prompts, completion_ids, strict=True)
         ]
 
-    gradients, rows = [], []
+    gradients, tokens = [], []
     for beta in (0.0, 1e-12):
         trainer = make(tmp_path, reward, rows=PROMPTS[:2], beta=beta, max_steps=1, max_grad_norm=0.0)
         recorder = []
         trainer.model.register_forward_pre_hook(
-            lambda m, a, k, seen=recorder: seen.append(len(k["input_ids"])) if torch.is_grad_enabled() else None,
+            lambda m, a, k, seen=recorder: seen.append(k["input_ids"].numel()) if torch.is_grad_enabled() else None,
             with_kwargs=True,
         )
         inner = []
@@ -784,8 +790,8 @@ def test_rows_without_a_gradient_are_not_computed_and_the_gradient_is_the_same(t
         trainer.add_callback(Gradients())
         trainer.train()
         gradients.append(inner[0])
-        rows.append(recorder[0])
-    assert 1 <= rows[0] <= 4  # a reward at the very mean of its group carries no gradient either
-    assert rows[1] == 8
+        tokens.append(recorder[0])
+    assert 3 + 5 <= tokens[0] <= 23  # a reward at the very mean of its group carries no gradient either
+    assert tokens[1] == 2 * 23
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
     assert gradients[1].norm() > 0

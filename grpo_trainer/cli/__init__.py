@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from grpo_trainer import __version__
-from grpo_trainer.cli.errors import RecipeError
+from grpo_trainer.cli.errors import RecipeError, StartupError
 
 EXIT_OK, EXIT_FAILED, EXIT_BAD_RECIPE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -19,9 +19,18 @@ Every setting of the recipe can be given on the command line, where it wins over
   --use_peft             the same as --use_peft true; --no_use_peft is --use_peft false
   --lora_target_modules q_proj v_proj           several values make a list
   --model_init_kwargs '{revision: main}'        mappings and lists may be written as YAML or JSON
-
-Exit codes: 0 success, 1 the run failed, 2 the recipe or a setting is wrong, 130 stopped by Ctrl-C.
 """
+_TRAIN = """
+For example:
+  grpo-trainer train quickstart/smollm2-135m-sums --max_steps 10
+  grpo-trainer train my.yaml --dry_run
+  grpo-trainer train out/run.yaml --output_dir out/again
+  accelerate launch --config_file FILE -m grpo_trainer train my.yaml
+"""
+_CODES = """
+Exit codes: 0 success, 1 the run failed, 2 the recipe or a setting is wrong, 130 stopped by Ctrl-C, 143 by SIGTERM.
+"""
+_FLAGS = {"-h", "--help", "--debug", "--dry_run", "--dry-run", "--resume"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,12 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments; None takes those of the process.
 
     Returns:
-        The exit code: 0 success, 1 a failed run, 2 a wrong recipe, 130 stopped by Ctrl-C.
+        The exit code: 0 success, 1 a failed run, 2 a wrong recipe, 130 stopped by Ctrl-C, 143 by SIGTERM.
 
     Raises:
         SystemExit: from argparse, after ``--help``, ``--version`` or a wrong command.
     """
-    options, settings = _parser().parse_known_args(argv)
+    options, settings = _parse(list(sys.argv[1:] if argv is None else argv))
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a completion may hold what the terminal cannot show
@@ -44,11 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.path.insert(0, os.getcwd())  # where a recipe's own `package.module:function` lies
     try:
         return _dispatch(options, settings)
-    except RecipeError as error:
+    except (RecipeError, StartupError) as error:
         if options.debug:
             traceback.print_exc()
-        _complain(f"error: {error}")
-        return EXIT_BAD_RECIPE
+        if isinstance(error, RecipeError):
+            _complain(f"error: {error}")
+            return EXIT_BAD_RECIPE
+        _complain(f"error: the run could not start: {error}" + ("" if options.debug else " (--debug shows where)"))
+        return EXIT_FAILED
     except KeyboardInterrupt:
         _complain("stopped by Ctrl-C")
         return EXIT_INTERRUPTED
@@ -63,7 +75,8 @@ def _dispatch(options: argparse.Namespace, settings: list[str]) -> int:
     if options.command == "train":
         from grpo_trainer.cli.train import train
 
-        return train(options.recipe, settings)
+        resume = ["--resume_from_checkpoint", "true"] if options.resume else []
+        return train(options.recipe, [*settings, *resume], dry_run=options.dry_run)
     if options.command == "quickstart":
         from grpo_trainer.cli.quickstart import quickstart
 
@@ -75,8 +88,33 @@ def _dispatch(options: argparse.Namespace, settings: list[str]) -> int:
     return print_lists()
 
 
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the settings, which argparse never sees: it would take their values for a recipe."""
+    place = next((i for i, word in enumerate(argv) if not word.startswith("-")), len(argv))
+    command, rest = argv[place : place + 1], argv[:place] + argv[place + 1 :]
+    if not command:
+        return _parser().parse_args(argv), []
+    flags = [word for word in rest if word in _FLAGS]
+    settings = [word for word in rest if word not in _FLAGS]
+    recipe, settings = _split_off_recipe(settings) if command == ["train"] else ([], settings)
+    return _parser().parse_args([*command, *flags, *recipe]), settings
+
+
+def _split_off_recipe(words: list[str]) -> tuple[list[str], list[str]]:
+    """The recipe is the first word, or the last one if that is one: ``train --max_steps 1 my.yaml``."""
+    if not words or not words[0].startswith("--"):
+        return words[:1], words[1:]
+    from grpo_trainer.cli.shipped import find_recipe
+
+    last = words[-1]
+    try:
+        is_recipe = last.endswith((".yaml", ".yml")) or bool(find_recipe(last))
+    except RecipeError:
+        is_recipe = False
+    return ([last], words[:-1]) if is_recipe else ([], words)
+
+
 def _parser() -> argparse.ArgumentParser:
-    # allow_abbrev=False: --max_steps must never be taken for the start of another option
     parser = argparse.ArgumentParser(
         prog="grpo-trainer", description="GRPO training of language models.", allow_abbrev=False
     )
@@ -97,16 +135,25 @@ def _parser() -> argparse.ArgumentParser:
         added.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return added
 
-    train = command("train", "Train a model by a recipe.", "RECIPE [--key value ...]", _OVERRIDES)
+    train = command(
+        "train",
+        "Train a model by a recipe.",
+        "RECIPE [--dry_run] [--resume] [--key value ...]",
+        _TRAIN + _OVERRIDES + _CODES,
+    )
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that `list` shows")
+    train.add_argument(
+        "--dry_run", "--dry-run", action="store_true", help="build all, print the plan and the first prompt, and stop"
+    )
+    train.add_argument("--resume", action="store_true", help="the same as --resume_from_checkpoint true")
     quickstart = command(
         "quickstart",
         "Train a small pretrained model to add, and measure what it learned.",
         "[--seed N] [--resume] [--output_dir FOLDER] [--key value ...]",
-        _OVERRIDES,
+        _OVERRIDES + _CODES,
     )
     quickstart.add_argument("--resume", action="store_true", help="go on from the last checkpoint of a stopped run")
-    command("list", "List recipes, losses, rewards and tasks.", "")
+    command("list", "List recipes, files for the launcher, losses, rewards and tasks.", "")
     return parser
 
 

@@ -1,18 +1,18 @@
-"""From a recipe to the objects of a run: data, rewards, adapter, trainer."""
+"""From a recipe to the objects of a run: rewards, adapter, tokenizer, trainer."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from grpo_trainer.cli.data import import_path
 from grpo_trainer.cli.errors import RecipeError
 from grpo_trainer.cli.recipe import Recipe, RecipeArguments
 from grpo_trainer.registry import resolve
 from grpo_trainer.rewards import REWARDS
-from grpo_trainer.tasks import BUILTIN_TASKS, load_task
-
-_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+from grpo_trainer.trl_door import PEER_REWARDS, peer_reward
 
 
 def build_trainer(
@@ -48,6 +48,7 @@ def build_trainer(
             args=config,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
+            processing_class=build_tokenizer(arguments, config),
             callbacks=list(callbacks),
             quantization_config=build_quantization(arguments),
             peft_config=build_adapter(arguments),
@@ -59,25 +60,66 @@ def build_trainer(
     return trainer
 
 
-def build_rewards(recipe: Recipe) -> list[Callable[..., Any]]:
-    """The reward functions of a recipe, their keyword arguments bound.
+def build_rewards(recipe: Recipe) -> list[Callable[..., Any] | str]:
+    """The reward functions of a recipe, their keyword arguments bound, after its reward model.
 
     Args:
         recipe: the recipe.
 
     Returns:
-        At least one function.
+        At least one; a reward model by its name.
 
     Raises:
         RecipeError: if there is none, or one is unknown or does not take a keyword argument.
     """
-    entries = recipe.arguments.rewards()
-    if not entries:
+    arguments = recipe.arguments
+    model = [arguments.reward_model_name_or_path] if arguments.reward_model_name_or_path else []
+    entries = arguments.rewards()
+    if not entries and not model:
         raise RecipeError(f"{recipe.path} names no reward: set reward_funcs, e.g. to [{next(iter(REWARDS))}]")
+    # trl's own are imported only if they are asked for
+    theirs = {name: functools.partial(peer_reward, name) for name in PEER_REWARDS if name not in REWARDS}
     try:
-        return [resolve(e.name, REWARDS, "reward", **e.kwargs) for e in entries]
-    except ValueError as error:
+        functions = []
+        for entry in entries:
+            if entry.name in theirs:
+                functions.append(resolve(theirs[entry.name](), {}, f"reward {entry.name!r}", **entry.kwargs))
+            else:
+                functions.append(resolve(import_path(entry.name), REWARDS, "reward", **entry.kwargs))
+    except (ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: reward_funcs: {error}") from error
+    return [*model, *functions]
+
+
+def build_tokenizer(arguments: RecipeArguments, config: Any) -> Any:
+    """The tokenizer, if it is not simply the model's.
+
+    Args:
+        arguments: the recipe's.
+        config: its ``GRPOConfig``.
+
+    Returns:
+        The tokenizer, or None if the recipe says nothing about it.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if arguments.tokenizer_name_or_path is None and arguments.chat_template is None:
+        return None
+    from grpo_trainer.loading import load_tokenizer
+
+    own = arguments.tokenizer_name_or_path
+    tokenizer = load_tokenizer(
+        None,
+        own or arguments.model_name_or_path or "",
+        trust_remote_code=config.trust_remote_code,
+        revision=None if own else arguments.model_revision,
+    )
+    template = arguments.chat_template
+    if template is not None:
+        is_file = len(template) < 1000 and "\n" not in template and Path(template).is_file()
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if is_file else template
+    return tokenizer
 
 
 def build_adapter(arguments: RecipeArguments) -> Any:
@@ -96,11 +138,16 @@ def build_adapter(arguments: RecipeArguments) -> Any:
     targets = arguments.lora_target_modules
     if isinstance(targets, str) and targets.isidentifier():
         targets = [targets]  # peft takes a text for a pattern of the whole path, which a plain name never matches
+    parameters = arguments.lora_target_parameters
     return lora_config(
         r=arguments.lora_r,
         lora_alpha=arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
         target_modules=targets,
+        target_parameters=[parameters] if isinstance(parameters, str) else parameters,
+        modules_to_save=arguments.lora_modules_to_save,
+        use_rslora=arguments.use_rslora,
+        use_dora=arguments.use_dora,
     )
 
 
@@ -131,104 +178,8 @@ def build_quantization(arguments: RecipeArguments) -> Any:
         bnb_4bit_quant_type=arguments.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=arguments.use_bnb_nested_quant,
         bnb_4bit_compute_dtype=None if arguments.dtype == "auto" else arguments.dtype,
+        bnb_4bit_quant_storage=arguments.bnb_4bit_quant_storage,
     )
-
-
-def build_datasets(recipe: Recipe, config: Any) -> tuple[Any, Any]:
-    """The rows to train on, and those to evaluate on if the recipe evaluates.
-
-    Args:
-        recipe: the recipe.
-        config: its ``GRPOConfig``.
-
-    Returns:
-        ``(train, evaluation or None)``, with the column ``prompt``.
-
-    Raises:
-        RecipeError: if the dataset, a split or the prompt column is not there.
-    """
-    from datasets.exceptions import DatasetsError
-
-    arguments = recipe.arguments
-    name = arguments.dataset_name
-    if not name:
-        raise RecipeError(f"{recipe.path} names no dataset: set dataset_name, e.g. to {next(iter(BUILTIN_TASKS))}")
-    evaluates = str(getattr(config.eval_strategy, "value", config.eval_strategy)) != "no"
-    try:
-        if name.startswith("builtin:"):
-            train, heldout = load_task(name, config.seed)
-        else:
-            train = _load_split(name, arguments.dataset_config, arguments.dataset_train_split)
-            if evaluates and _has_one_split(name):
-                raise ValueError(
-                    "it has one split only, so there is nothing to evaluate on but what is trained on; give a folder "
-                    "with several splits, or set eval_strategy: no"
-                )
-            heldout = _load_split(name, arguments.dataset_config, arguments.dataset_test_split) if evaluates else None
-    except (ValueError, OSError, DatasetsError) as error:
-        raise RecipeError(f"{recipe.path}: dataset_name={name}: {error}") from error
-    evaluation = as_prompts(heldout, arguments) if evaluates else None
-    return as_prompts(train, arguments), evaluation
-
-
-def as_prompts(dataset: Any, arguments: RecipeArguments) -> Any:
-    """The dataset with its prompts in the column ``prompt``, the system prompt before them if there is one.
-
-    Args:
-        dataset: rows.
-        arguments: ``dataset_prompt_column`` and ``system_prompt``.
-
-    Returns:
-        The dataset. With a system prompt, a text becomes a user message; messages keep a system message of their own.
-
-    Raises:
-        RecipeError: if the prompt column is not there.
-    """
-    column, system = arguments.dataset_prompt_column, arguments.system_prompt
-    if column not in dataset.column_names:
-        raise RecipeError(
-            f"dataset_prompt_column={column!r} is no column of {arguments.dataset_name}; "
-            f"its columns: {', '.join(dataset.column_names)}"
-        )
-    if column != "prompt":
-        if "prompt" in dataset.column_names:
-            dataset = dataset.remove_columns("prompt")
-        dataset = dataset.rename_column(column, "prompt")
-    if system is None:
-        return dataset
-
-    def with_system(row: dict[str, Any]) -> dict[str, Any]:
-        prompt = row["prompt"]
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if not messages or messages[0].get("role") != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        return {"prompt": messages}
-
-    return dataset.map(with_system)
-
-
-def _has_one_split(name: str) -> bool:
-    path = Path(name)
-    return path.suffix in _FILE_KINDS or (path / "state.json").is_file()
-
-
-def _load_split(name: str, configuration: str | None, split: str) -> Any:
-    from datasets import DatasetDict, load_dataset, load_from_disk
-
-    path = Path(name)
-    if path.suffix in _FILE_KINDS:
-        if not path.is_file():
-            raise ValueError("there is no such file")
-        return load_dataset(_FILE_KINDS[path.suffix], data_files=str(path), split="train")
-    saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-    if not saved:
-        return load_dataset(name, configuration, split=split)
-    dataset = load_from_disk(name)
-    if not isinstance(dataset, DatasetDict):
-        return dataset
-    if split not in dataset:
-        raise ValueError(f"there is no split {split!r}; its splits: {', '.join(dataset)}")
-    return dataset[split]
 
 
 def quiet_libraries() -> None:

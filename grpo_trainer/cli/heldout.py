@@ -78,7 +78,7 @@ def before_after_table(before: Measure, after: Measure) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from grpo_trainer.reports.completions import one_line
+    from grpo_trainer.reports.tables import one_line
 
     table = Table(title="Held-out sums, one sample of each", title_justify="left", pad_edge=False)
     table.add_column("question", ratio=3)

@@ -3,31 +3,62 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from grpo_trainer.cli.recipe import recipe_names, recipes_folder
+from grpo_trainer.cli.shipped import find_recipe, first_comment, launcher_files, recipe_names
 
 
 def print_lists() -> int:
-    """Prints recipes, losses, rewards and tasks, each with one line about it.
+    """Prints recipes, launcher files, losses, rewards and tasks, each with one line about it.
 
     Returns:
         0.
     """
     from rich.console import Console
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
+    console = Console()
     for title, rows in _sections().items():
-        table.add_row(title, "", style="cyan")
-        for name, line in rows.items():
-            table.add_row(f"  {name}", line)
-        table.add_row()
-    Console().print(table, markup=False)
+        console.print(Text(title, style="cyan"), soft_wrap=True)
+        for line in laid_out(rows, console.width):
+            console.print(Text(line), soft_wrap=True)
+        console.print()
     return 0
+
+
+def laid_out(rows: Mapping[str, str], width: int) -> list[str]:
+    """Names and the lines about them, beside each other, or under each other where a name takes half of the width.
+
+    Args:
+        rows: name -> line about it.
+        width: columns of the terminal.
+
+    Returns:
+        Lines; only a name or a single word can be longer than the width.
+
+    Example:
+        >>> laid_out({"sums": "Adds two numbers.", "gcd": "A divisor."}, 20)
+        ['  sums  Adds two', '        numbers.', '  gcd   A divisor.']
+        >>> laid_out({"a/very/long/name": "A divisor."}, 20)
+        ['  a/very/long/name', '      A divisor.']
+    """
+    longest = max(map(len, rows), default=0)
+    beside = longest + 4 <= width // 2
+    lines = []
+    for name, about in rows.items():
+        head = f"  {name.ljust(longest)}  " if beside else " " * 6
+        wrapped = textwrap.wrap(
+            about,
+            max(width, 20),
+            initial_indent=head,
+            subsequent_indent=" " * len(head),
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        lines += [*([] if beside else [f"  {name}"]), *(wrapped or [head.rstrip()] * beside)]
+    return lines
 
 
 def _sections() -> dict[str, dict[str, str]]:
@@ -40,7 +71,10 @@ def _sections() -> dict[str, dict[str, str]]:
     from grpo_trainer.tasks import BUILTIN_TASKS
 
     return {
-        "Recipes": {name: _recipe_line(name) for name in recipe_names()},
+        "Recipes (grpo-trainer train NAME)": {name: first_comment(find_recipe(name)) for name in recipe_names()},
+        "Files for the launcher (accelerate launch --config_file FILE)": {
+            str(path): first_comment(path) for path in launcher_files()
+        },
         "Losses (loss_type)": {n: f"{loss.policy_loss}, {loss.aggregation}" for n, loss in LOSS_TYPES.items()},
         "Advantages": _first_lines(ADVANTAGES),
         "Policy losses": _first_lines(POLICY_LOSSES),
@@ -53,9 +87,3 @@ def _sections() -> dict[str, dict[str, str]]:
 
 def _first_lines(table: Mapping[str, Any]) -> dict[str, str]:
     return {name: (inspect.getdoc(function) or "").partition("\n")[0] for name, function in table.items()}
-
-
-def _recipe_line(name: str) -> str:
-    """The first line of a recipe, if it is a comment."""
-    first = (recipes_folder() / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    return first.lstrip("# ") if first.startswith("#") else ""

@@ -4,11 +4,12 @@
 
     measure held-out sums -> train -> measure the same sums -> summary.json, reward_curve.png, completions/, model/
                                |
-                             Ctrl-C -> checkpoint -> --resume
+                             Ctrl-C or SIGTERM -> checkpoint -> --resume
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -17,50 +18,27 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from grpo_trainer.cli.errors import RecipeError
+from grpo_trainer.cli.errors import RecipeError, starting
 from grpo_trainer.cli.heldout import SAMPLES_PER_PROMPT, Measure, before_after_table, measure
+from grpo_trainer.cli.launch import started_processes
 from grpo_trainer.cli.recipe import Recipe, load_recipe
+from grpo_trainer.cli.record import RECORD, Record, checkpoints_in, make_way, write_json
+from grpo_trainer.cli.run_file import save_run_file
+from grpo_trainer.cli.train import INTERRUPTED, TERMINATED, last_checkpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 RECIPE = "quickstart/smollm2-135m-sums"
-RECORD = "run.json"
-"""What a stopped run needs to be gone on with; it also marks the folder as one that quickstart may tidy."""
-
-
-@dataclass(kw_only=True)
-class Record:
-    """What a run keeps in its folder between its parts.
-
-    Attributes:
-        settings: the recipe's settings, to tell whether a resumed run is the same run.
-        before: the measure before training.
-        train_seconds: seconds that the parts so far took to train.
-        peak_rss_bytes: most memory of the parts so far.
-    """
-
-    settings: dict[str, Any]
-    before: Measure
-    train_seconds: float = 0.0
-    peak_rss_bytes: int = 0
-
-    def save(self, folder: Path) -> None:
-        """Writes it."""
-        _write_json(folder / RECORD, asdict(self))
-
-    @classmethod
-    def load(cls, folder: Path) -> Record:
-        """Reads it."""
-        from grpo_trainer.reports.summary import Interval
-
-        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        before = content.pop("before")
-        return cls(before=Measure(**{**before, "reward": Interval(*before["reward"])}), **content)
+_SETTLED = (
+    *("dataset_name", "dataset_config", "datasets", "dataset_streaming", "dataset_map_fn", "dataset_column_mapping"),
+    *("dataset_prompt_column", "test_split_size", "system_prompt", "reward_funcs", "reward_model_name_or_path"),
+    *("resume_from_checkpoint", "num_processes"),
+)
 
 
 def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
@@ -71,46 +49,79 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
         resume: go on from the last checkpoint of a stopped run, if there is one.
 
     Returns:
-        0, or 130 after Ctrl-C.
+        0; 130 after Ctrl-C; 143 after SIGTERM.
 
     Raises:
         RecipeError: if a setting is wrong, or the run to be resumed had other settings.
+        StartupError: if something else fails before anything is measured.
     """
-    recipe = load_recipe(RECIPE, words)
-    for key in ("dataset_name", "dataset_prompt_column", "system_prompt", "reward_funcs", "resume_from_checkpoint"):
+    from rich.console import Console
+
+    console = Console()
+    say = functools.partial(_say, console)
+    with starting():
+        recipe = _recipe(words, say)
+        config = recipe.config()
+        folder = Path(config.output_dir)
+        if resume and (folder / "summary.json").is_file():
+            say(f"--resume: the run in {folder} is finished, see its summary.json; leave out --resume to run anew")
+            return 0
+        checkpoint = _checkpoint(folder, recipe, resume, say)
+        trainer, heldout, progress, stop = _prepare(recipe, config, console)
+    if checkpoint is None:
+        make_way(folder, say)
+        save_run_file(folder, recipe, ["grpo-trainer", "quickstart", *words], processes=1)
+        record = Record(
+            settings=_comparable(recipe), before=measure(trainer, heldout, config.seed, console, "before training")
+        )
+        record.save(folder)
+    else:
+        record = Record.load(folder)
+        say(f"going on from {checkpoint}; held-out reward before training: {record.before.reward}")
+    code = _train(trainer, checkpoint, record, folder, progress, stop)
+    if code:
+        state = trainer.state
+        say(f"Stopped after step {state.global_step} of {state.max_steps}; checkpoint: {last_checkpoint(folder)}")
+        say(f"Go on with: {resume_command(words, config.seed)}")
+        return code
+    trainer.save_model(str(folder / "model"))  # before the measure: whatever happens to that, this is kept
+    _finish(trainer, record, measure(trainer, heldout, config.seed, console, "after training"), folder, console)
+    return 0
+
+
+def _recipe(words: Sequence[str], say: Callable[[str], None]) -> Recipe:
+    """The recipe, if this machine and the settings allow a quickstart."""
+    recipe = load_recipe(RECIPE, words, os.environ)
+    for note in recipe.notes:
+        say(f"note: {note}")
+    for key in _SETTLED:
         if key in _keys(words):
             raise RecipeError(f"{key} is settled in the quickstart; for another task: grpo-trainer train RECIPE")
     if importlib.util.find_spec("matplotlib") is None:
         raise RecipeError("the quickstart draws a curve with matplotlib: pip install 'grpo-trainer[quickstart]'")
-    config = recipe.config()
-    if config.world_size > 1:
+    processes = started_processes(os.environ)
+    if processes > 1:
         raise RecipeError(
-            f"quickstart runs in one process, not in {config.world_size}. For several: "
+            f"quickstart runs in one process, not in {processes}. For several: "
             f"accelerate launch -m grpo_trainer train {RECIPE}"
         )
+    return recipe
 
-    from rich.console import Console
 
+def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, Any, Any]:
+    """The trainer, the held-out rows, the progress and what stops the run."""
     from grpo_trainer.cli.build import build_trainer, quiet_libraries
     from grpo_trainer.cli.interrupt import GracefulStop
     from grpo_trainer.reports.completions import CompletionsWriter
     from grpo_trainer.reports.progress import RichProgress
     from grpo_trainer.tasks import load_task
 
-    console = Console()
-    folder = Path(config.output_dir)
-    if resume and (folder / "summary.json").is_file():
-        _say(
-            console, f"--resume: the run in {folder} is finished, see its summary.json; leave out --resume to run anew"
-        )
-        return 0
-    checkpoint = _checkpoint(folder, recipe, resume, lambda line: _say(console, line))
     quiet_libraries()
     train_rows, heldout = load_task("builtin:sums", config.seed)
     _say(console, f"loading {recipe.arguments.model_name_or_path} …")
     stop = GracefulStop(lambda line: _say(console, line))
     progress = RichProgress(console, tables=0 if config.log_completions else 4)
-    own = [] if config.log_completions else [CompletionsWriter(folder / "completions")]
+    own = [] if config.log_completions else [CompletionsWriter(Path(config.output_dir) / "completions")]
     trainer = build_trainer(recipe, config, train_rows, callbacks=[progress, stop, *own])
     plan = config.batch_plan()
     _say(
@@ -118,47 +129,34 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
         f"{len(train_rows)} sums to train on, {len(heldout)} others held out; {config.max_steps} steps of "
         f"{plan.completions_per_rollout // plan.num_generations} prompts x {plan.num_generations} completions",
     )
-    if checkpoint is None:
-        clear_earlier_run(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        before = measure(trainer, heldout, config.seed, console, "before training")
-        record = Record(settings=_comparable(recipe), before=before)
-        record.save(folder)
-    else:
-        record = Record.load(folder)
-        _say(console, f"going on from {checkpoint}; held-out reward before training: {record.before.reward}")
-    saved = _train(trainer, checkpoint, record, folder, progress, stop)
-    if saved is not None:
-        state = trainer.state
-        _say(console, f"Stopped after step {state.global_step} of {state.max_steps}; checkpoint: {saved}")
-        _say(console, f"Go on with: {resume_command(words, config.seed)}")
-        return 130
-    trainer.save_model(str(folder / "model"))  # before the measure: whatever happens to that, this is kept
-    _finish(trainer, record, measure(trainer, heldout, config.seed, console, "after training"), folder, console)
-    return 0
+    return trainer, heldout, progress, stop
 
 
-def _train(trainer: Any, checkpoint: str | None, record: Record, folder: Path, progress: Any, stop: Any) -> str | None:
-    """Trains; returns the checkpoint that was saved if Ctrl-C ended it."""
-    from grpo_trainer.cli.train import last_checkpoint
+def _train(trainer: Any, checkpoint: str | None, record: Record, folder: Path, progress: Any, stop: Any) -> int:
+    """Trains; returns 0, or the exit code if the run was stopped and a checkpoint saved."""
     from grpo_trainer.runtime import peak_rss_bytes
 
-    start = time.monotonic()
+    start, code = time.monotonic(), 0
     with progress, stop:
-        trainer.train(resume_from_checkpoint=checkpoint)
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except SystemExit as end:
+            if end.code != TERMINATED:
+                raise
+            code = TERMINATED
     record.train_seconds += time.monotonic() - start
     record.peak_rss_bytes = max(record.peak_rss_bytes, peak_rss_bytes())
     record.save(folder)
     stopped = stop.requested and trainer.state.global_step < trainer.state.max_steps
-    return last_checkpoint(folder) if stopped else None
+    return code or (INTERRUPTED if stopped else 0)
 
 
 def _finish(trainer: Any, record: Record, after: Measure, folder: Path, console: Console) -> None:
-    """Writes model, summary and curve, and shows what was learned."""
+    """Writes summary and curve, and shows what was learned."""
     from grpo_trainer.reports.curve import draw_reward_curve
 
     summary = summarise(trainer, record, after)
-    _write_json(folder / "summary.json", summary)
+    write_json(folder / "summary.json", summary)
     logged = [entry for entry in trainer.state.log_history if "reward" in entry]
     draw_reward_curve(
         folder / "reward_curve.png",
@@ -169,7 +167,8 @@ def _finish(trainer: Any, record: Record, after: Measure, folder: Path, console:
         title=f"Sums of two numbers from 1 to 20, {trainer.args.num_generations} completions per prompt",
     )
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
-        _remove_checkpoints(folder)  # those of Ctrl-C, which the saved model replaces
+        for found in checkpoints_in(folder):  # those of Ctrl-C, which the saved model replaces
+            shutil.rmtree(found)
     console.print(before_after_table(record.before, after))
     _say(
         console,
@@ -234,27 +233,8 @@ def resume_command(words: Sequence[str], seed: int) -> str:
     return shlex.join([str(python), "-m", "grpo_trainer", "quickstart", "--resume", *words])
 
 
-def clear_earlier_run(folder: Path) -> None:
-    """Removes what an earlier quickstart made in its folder, and nothing else; other folders are left alone.
-
-    Args:
-        folder: the output folder.
-    """
-    from grpo_trainer.reports.completions import FILE_PREFIX
-
-    if not (folder / RECORD).is_file():
-        return
-    _remove_checkpoints(folder)
-    for file in folder.glob(f"completions/{FILE_PREFIX}*.parquet"):
-        file.unlink()
-    for name in ("summary.json", "reward_curve.png", RECORD):
-        (folder / name).unlink(missing_ok=True)
-
-
 def _checkpoint(folder: Path, recipe: Recipe, resume: bool, say: Callable[[str], None]) -> str | None:
     """The checkpoint to go on from, or None to start anew."""
-    from grpo_trainer.cli.train import last_checkpoint
-
     if not resume:
         return None
     checkpoint = last_checkpoint(folder) if (folder / RECORD).is_file() else None
@@ -284,18 +264,6 @@ def _keys(words: Sequence[str]) -> list[str]:
     from grpo_trainer.cli.recipe import split_words
 
     return list(split_words(words))
-
-
-def _remove_checkpoints(folder: Path) -> None:
-    for state in folder.glob("checkpoint-*/trainer_state.json"):
-        if state.parent.name.removeprefix("checkpoint-").isdigit():
-            shutil.rmtree(state.parent)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    unfinished = path.with_suffix(".tmp")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)
 
 
 def _say(console: Console, line: str) -> None:

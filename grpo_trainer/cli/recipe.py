@@ -1,4 +1,4 @@
-"""Recipes: flat YAML files of settings, found by name, overridden on the command line, checked and typed.
+"""Recipes: flat YAML files of settings, overridden on the command line, checked and typed.
 
 A recipe's keys are the fields of `RecipeArguments` (model, data, rewards, adapter; TRL's names) and of ``GRPOConfig``.
 The values are checked by pydantic against the types of those two dataclasses, which therefore are all the schema there
@@ -10,91 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from grpo_trainer.cli.arguments import DatasetEntry, RecipeArguments, RewardEntry
 from grpo_trainer.cli.errors import RecipeError
-from grpo_trainer.cli.values import parse_yaml, typed, typed_from_words
+from grpo_trainer.cli.retired import RETIRED, translate
+from grpo_trainer.cli.shipped import find_recipe
+from grpo_trainer.cli.values import parse_words, parse_yaml, typed, typed_from_words
 from grpo_trainer.registry import suggest
 
 if TYPE_CHECKING:
     from grpo_trainer.config import GRPOConfig
 
-__all__ = ["Recipe", "RecipeArguments", "RecipeError", "RewardEntry", "find_recipe", "load_recipe", "recipe_names"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardEntry:
-    """One reward of a recipe.
-
-    Attributes:
-        name: a registered name, or ``pkg.mod:fn``.
-        weight: its weight in the sum.
-        kwargs: keyword arguments that are bound to it.
-    """
-
-    __pydantic_config__: typing.ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    name: str
-    weight: float = 1.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecipeArguments:
-    """What a recipe says beside the trainer's own configuration. Names are TRL's and open-r1's.
-
-    Attributes:
-        model_name_or_path: a folder, a name on the model hub, or ``builtin:smollm2-135m-instruct``.
-        model_revision: branch, tag or commit on the hub.
-        dtype: type of the weights, e.g. ``bfloat16``; None leaves it to the trainer.
-        attn_implementation: e.g. ``sdpa``; None leaves it to the trainer.
-        use_peft: train a LoRA adapter and leave the model as it is.
-        lora_r: rank of the adapter.
-        lora_alpha: scale of the adapter, over its rank.
-        lora_dropout: dropout of the adapter.
-        lora_target_modules: names of the modules that get one; None takes peft's choice for the architecture.
-        load_in_4bit: load the model in 4 bits; needs an adapter.
-        load_in_8bit: load the model in 8 bits; needs an adapter.
-        bnb_4bit_quant_type: ``nf4`` or ``fp4``.
-        use_bnb_nested_quant: quantise the constants of the 4-bit blocks too.
-        dataset_name: ``builtin:sums``, a file (.jsonl, .json, .csv, .parquet), a folder, or a name on the hub.
-        dataset_config: name of a configuration of the dataset.
-        dataset_train_split: split to train on.
-        dataset_test_split: split to evaluate on, used if ``eval_strategy`` is not ``no``.
-        dataset_prompt_column: column that holds the prompt.
-        system_prompt: put before each prompt, which thereby becomes a conversation.
-        reward_funcs: one reward or several, each a name, ``pkg.mod:fn``, or a mapping of name, weight and kwargs.
-    """
-
-    model_name_or_path: str | None = None
-    model_revision: str | None = None
-    dtype: str | None = None
-    attn_implementation: str | None = None
-    use_peft: bool = False
-    lora_r: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.05
-    lora_target_modules: str | list[str] | None = None
-    load_in_4bit: bool = False
-    load_in_8bit: bool = False
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = "nf4"
-    use_bnb_nested_quant: bool = False
-    dataset_name: str | None = None
-    dataset_config: str | None = None
-    dataset_train_split: str = "train"
-    dataset_test_split: str = "test"
-    dataset_prompt_column: str = "prompt"
-    system_prompt: str | None = None
-    reward_funcs: str | RewardEntry | list[str | RewardEntry] | None = None
-
-    def rewards(self) -> list[RewardEntry]:
-        """The rewards, each in its long form."""
-        given = self.reward_funcs
-        entries = given if isinstance(given, list) else [] if given is None else [given]
-        return [RewardEntry(name=e) if isinstance(e, str) else e for e in entries]
+__all__ = ["DatasetEntry", "Recipe", "RecipeArguments", "RecipeError", "RewardEntry", "load_recipe", "split_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,14 +36,21 @@ class Recipe:
         path: the file.
         arguments: model, data, rewards, adapter.
         settings: the fields of ``GRPOConfig`` that it sets.
+        environment: the environment variables that it names, with the values that hold.
+        notes: a sentence for each setting that has another name now, or that something else overrules.
     """
 
     path: Path
     arguments: RecipeArguments
     settings: Mapping[str, Any]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
-    def config(self) -> GRPOConfig:
+    def config(self, **changes: Any) -> GRPOConfig:
         """The trainer's configuration.
+
+        Args:
+            **changes: fields that are set otherwise than in the recipe.
 
         Returns:
             A ``GRPOConfig``.
@@ -134,7 +72,7 @@ class Recipe:
             if isinstance(given, str):
                 given = parse_yaml(given, "model_init_kwargs")
             settings["model_init_kwargs"] = {**{k: v for k, v in chosen.items() if v is not None}, **given}
-        weights = [entry.weight for entry in arguments.rewards()]
+        weights = arguments.weights()
         if any(weight != 1.0 for weight in weights):
             if settings.get("reward_weights") is not None:
                 raise RecipeError(
@@ -143,17 +81,19 @@ class Recipe:
                 )
             settings["reward_weights"] = weights
         try:
-            return GRPOConfig(**settings)
-        except (ValueError, TypeError) as error:
+            return GRPOConfig(**{**settings, **changes})
+        except (ValueError, TypeError, ImportError) as error:  # the last: a package that a setting asks for
             raise RecipeError(f"{self.path}: {error}") from error
 
 
-def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
+def load_recipe(name: str, words: Sequence[str] = (), environ: MutableMapping[str, str] | None = None) -> Recipe:
     """Reads a recipe and the settings that the command line puts over it.
 
     Args:
         name: a path, or the name of a packaged recipe.
         words: the command line's settings, ``--key value …``.
+        environ: where the variables that the recipe names are set, before any library that reads them is imported;
+            None sets none.
 
     Returns:
         The recipe.
@@ -162,6 +102,104 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
         RecipeError: if the recipe is not found, is not a flat mapping, has an unknown key, or a value does not fit.
     """
     path = find_recipe(name)
+    file, line = _Source(str(path)), _Source("command line")
+    for key, value in _read(path).items():
+        file.add(key, value, None)
+    for key, given in split_words(words).items():
+        line.add(key, parse_words(given), given)
+    environment, notes = _set_environment(file, line, {} if environ is None else environ)
+    types = _known_types()
+    values = {**file.typed(types), **line.typed(types)}
+    own = {f.name for f in dataclasses.fields(RecipeArguments)}
+    return Recipe(
+        path=path,
+        arguments=RecipeArguments(**{k: v for k, v in values.items() if k in own}),
+        settings={k: v for k, v in values.items() if k not in own},
+        environment=environment,
+        notes=(*file.notes, *line.notes, *notes),
+    )
+
+
+class _Source:
+    """The settings of the file or of the command line, in the words of today.
+
+    Args:
+        where: its name in a message.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.settings: dict[str, tuple[Any, list[str] | None]] = {}  # the value, and the words it was read from
+        self.environment: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def add(self, key: str, value: Any, words: list[str] | None) -> None:
+        """Takes one setting up, a retired one by what became of it."""
+        if key == "env":
+            annotation = typing.get_type_hints(RecipeArguments)["env"]
+            self._set_variables(typed(key, value, annotation, self.where) or {})
+        elif key.startswith("no_") and key[3:] in RETIRED and words == []:
+            self.add(key[3:], False, None)
+        elif key not in RETIRED:
+            self._put(key, value, words)
+        else:
+            now = translate(key, value, self.where)
+            for new, converted in now.settings.items():
+                self._put(new, converted, words if converted is value else None)
+            self._set_variables(now.environment)
+            self.notes.append(now.note)
+
+    def typed(self, types: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings in their types."""
+        out = {}
+        for key, (value, words) in self.settings.items():
+            if key not in types and key.startswith("no_") and key[3:] in types and words == []:
+                key, value, words = key[3:], False, None  # --no_x is --x false
+            if key not in types:
+                raise RecipeError(
+                    f"{self.where}: unknown setting {key!r}.{suggest(key, [*types, *RETIRED])} "
+                    "A recipe may hold the fields of GRPOConfig and of RecipeArguments."
+                )
+            out[key] = (
+                typed(key, value, types[key], self.where)
+                if words is None
+                else typed_from_words(key, words, types[key], self.where)
+            )
+        return out
+
+    def _put(self, key: str, value: Any, words: list[str] | None) -> None:
+        if key in self.settings:
+            raise RecipeError(
+                f"{self.where}: {key} is set twice, once under a name that it had before; give {key} only"
+            )
+        self.settings[key] = (value, words)
+
+    def _set_variables(self, variables: Mapping[str, Any]) -> None:
+        for name, value in variables.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if self.environment.get(name, text) != text:
+                raise RecipeError(f"{self.where}: {name} is set twice, to {self.environment[name]!r} and to {text!r}")
+            self.environment[name] = text
+
+
+def _set_environment(
+    file: _Source, line: _Source, environ: MutableMapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Sets the variables of a recipe: the command line wins over the environment, and that over the file."""
+    holds, notes = {}, []
+    for name, value in file.environment.items():
+        holds[name] = environ.setdefault(name, value)
+        if holds[name] != value and name not in line.environment:
+            notes.append(
+                f"{file.where}: {name} is {value!r} there but {holds[name]!r} in the environment of this command, "
+                "which wins"
+            )
+    for name, value in line.environment.items():
+        environ[name] = holds[name] = value
+    return holds, notes
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -169,21 +207,7 @@ def load_recipe(name: str, words: Sequence[str] = ()) -> Recipe:
     content = parse_yaml(text, str(path))
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise RecipeError(f"{path} must be a flat mapping of settings, `key: value` on each line")
-    types = _known_types()
-    values = {}
-    for key, value in content.items():
-        _check_known(key, types, str(path))
-        values[key] = typed(key, value, types[key], str(path))
-    for key, given in split_words(words).items():
-        key, given = _positive(key, given, types)
-        _check_known(key, types, "command line")
-        values[key] = typed_from_words(key, given, types[key], "command line")
-    own = {f.name for f in dataclasses.fields(RecipeArguments)}
-    return Recipe(
-        path=path,
-        arguments=RecipeArguments(**{k: v for k, v in values.items() if k in own}),
-        settings={k: v for k, v in values.items() if k not in own},
-    )
+    return content
 
 
 def split_words(words: Sequence[str]) -> dict[str, list[str]]:
@@ -219,54 +243,6 @@ def split_words(words: Sequence[str]) -> dict[str, list[str]]:
     return out
 
 
-def find_recipe(name: str) -> Path:
-    """The file of a recipe.
-
-    Args:
-        name: a path, or the name of a packaged recipe with or without its folder and its ``.yaml``.
-
-    Returns:
-        The path.
-
-    Raises:
-        RecipeError: if there is none, with the nearest name.
-
-    Example:
-        >>> find_recipe("smollm2-135m-sums").name
-        'smollm2-135m-sums.yaml'
-    """
-    if Path(name).is_file():
-        return Path(name)
-    names = recipe_names()
-    wanted = name.removesuffix(".yaml").removeprefix("recipes/")
-    found = [n for n in names if n == wanted or n.rpartition("/")[2] == wanted]
-    if len(found) == 1:
-        return recipes_folder() / f"{found[0]}.yaml"
-    if found:
-        raise RecipeError(f"the recipe name {name!r} stands for several: {', '.join(found)}. Give the folder too.")
-    short = [n.rpartition("/")[2] for n in names]
-    raise RecipeError(
-        f"there is no file {name!r}, and no recipe of that name.{suggest(wanted, [*names, *short])} "
-        f"Recipes: {', '.join(names)}."
-    )
-
-
-def recipe_names() -> list[str]:
-    """The names of the packaged recipes, ``folder/name`` without the ending."""
-    root = recipes_folder()
-    files = sorted(root.glob("*/*.yaml"))
-    return [f.relative_to(root).with_suffix("").as_posix() for f in files if f.parent.name != "accelerate"]
-
-
-def recipes_folder() -> Path:
-    """Where the recipes lie: inside the installed package, or beside it in a checkout."""
-    from importlib.resources import files
-
-    package = Path(str(files("grpo_trainer")))
-    inside = package / "recipes"
-    return inside if inside.is_dir() else package.parent / "recipes"
-
-
 def _known_types() -> dict[str, Any]:
     """Every legal key with its type."""
     from grpo_trainer import GRPOConfig
@@ -278,18 +254,3 @@ def _known_types() -> dict[str, Any]:
     types["resume_from_checkpoint"] = bool | str | None  # true: the last checkpoint in output_dir
     types["scale_rewards"] = bool | str  # true: group, false: none; a parser of flags would take only the bool
     return types
-
-
-def _check_known(key: str, types: Mapping[str, Any], where: str) -> None:
-    if key not in types:
-        raise RecipeError(
-            f"{where}: unknown setting {key!r}.{suggest(key, list(types))} "
-            "A recipe may hold the fields of GRPOConfig and of RecipeArguments."
-        )
-
-
-def _positive(key: str, words: list[str], types: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """``--no_x`` as ``--x false``, if x is a setting and no_x is none."""
-    if key.startswith("no_") and key not in types and key[3:] in types and not words:
-        return key[3:], ["false"]
-    return key, words

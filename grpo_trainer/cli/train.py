@@ -2,73 +2,155 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
-from grpo_trainer.cli.errors import RecipeError
-from grpo_trainer.cli.recipe import load_recipe
+from grpo_trainer.cli.errors import RecipeError, starting
+from grpo_trainer.cli.launch import check_joined, check_processes
+from grpo_trainer.cli.recipe import Recipe, load_recipe, split_words
+from grpo_trainer.cli.run_file import save_run_file
+
+Say = Callable[[str], None]
+
+INTERRUPTED, TERMINATED = 130, 143
+"""Exit codes after Ctrl-C and after SIGTERM, with a checkpoint saved."""
 
 
-def train(name: str, words: Sequence[str] = ()) -> int:
+def train(name: str, words: Sequence[str] = (), *, dry_run: bool = False) -> int:
     """Trains by a recipe, and saves model and tokenizer into its ``output_dir``.
 
     Args:
         name: path or name of the recipe.
         words: settings that go over the recipe's, ``--key value …``.
+        dry_run: make everything ready, tell the plan, and do nothing.
 
     Returns:
-        0, or 130 after Ctrl-C.
+        0; 130 after Ctrl-C; 143 after SIGTERM.
 
     Raises:
         RecipeError: if the recipe, its data or its settings are wrong.
+        StartupError: if something else fails before training begins.
     """
-    recipe = load_recipe(name, words)
-    config = recipe.config()
+    with starting():
+        recipe = load_recipe(name, words, os.environ)
+        say = speaker()
+        for note in (*recipe.notes, check_processes(recipe.arguments.num_processes, os.environ)):
+            if note:
+                say(f"note: {note}")
+        config = recipe.config()
+        check_joined(config.world_size, os.environ)
+        checkpoint = checkpoint_to_resume(config.output_dir, recipe.settings.get("resume_from_checkpoint"), say)
+    if dry_run:
+        return _tell(recipe, checkpoint, say)
+    return _run(recipe, config, checkpoint, ["grpo-trainer", "train", name, *words], say)
 
-    from rich.console import Console
 
-    from grpo_trainer.cli.build import build_datasets, build_trainer, quiet_libraries
-    from grpo_trainer.cli.interrupt import GracefulStop
-    from grpo_trainer.reports.progress import RichProgress
+def _run(recipe: Recipe, config: Any, checkpoint: str | None, command: list[str], say: Say) -> int:
+    """Trains, and saves the model."""
+    with starting():
+        from grpo_trainer.cli.interrupt import GracefulStop
+        from grpo_trainer.reports.progress import RichProgress
 
-    console = Console()
-
-    def say(line: str) -> None:
+        # the tables of sampled completions are `log_completions`, the trainer's own
+        progress, stop = RichProgress(tables=0), GracefulStop(say)
+        # With several processes a stop would have to be agreed upon; there Ctrl-C ends them all, as the launcher does.
+        alone = config.world_size == 1
+        trainer = _trainer(recipe, config, [progress, *([stop] if alone else [])], say)
         if config.process_index == 0:
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-    quiet_libraries()
-    train_rows, eval_rows = build_datasets(recipe, config)
-    # the tables of sampled completions are `log_completions`, the trainer's own
-    progress = RichProgress(console, tables=0)
-    stop = GracefulStop(say)
-    # With several processes a stop would have to be agreed upon; there Ctrl-C ends them all, as the launcher does.
-    alone = config.world_size == 1
-    trainer = build_trainer(recipe, config, train_rows, eval_rows, [progress, *([stop] if alone else [])])
-    checkpoint = checkpoint_to_resume(config.output_dir, recipe.settings.get("resume_from_checkpoint"), say)
-    say(
-        f"{recipe.arguments.model_name_or_path} on {len(train_rows)} prompts of {recipe.arguments.dataset_name}, "
-        f"{config.world_size} process{'' if alone else 'es'}"
-    )
+            save_run_file(config.output_dir, recipe, command, processes=config.world_size)
+    terminated = False
     with progress:
-        if alone:
-            with stop:
+        try:
+            with stop if alone else contextlib.nullcontext():
                 trainer.train(resume_from_checkpoint=checkpoint)
-        else:
-            trainer.train(resume_from_checkpoint=checkpoint)
-    stopped = stop.requested and trainer.state.global_step < trainer.state.max_steps
-    saved = last_checkpoint(config.output_dir) if stopped else None
-    if saved is not None:
+        except SystemExit as end:
+            if end.code != TERMINATED:
+                raise
+            terminated = True
+    if terminated or (stop.requested and trainer.state.global_step < trainer.state.max_steps):
+        saved = last_checkpoint(config.output_dir)
         say(f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; checkpoint: {saved}")
-        say("Go on with the same command and --resume_from_checkpoint true")
-        return 130
+        say(f"Go on with: {resume_command(command)}" + ("" if alone else "  (under the same launcher)"))
+        return TERMINATED if terminated else INTERRUPTED
     trainer.save_model(config.output_dir)
     say(f"model: {config.output_dir}")
+    if not alone:
+        trainer.end()  # or torch complains that the process group was left open
     return 0
 
 
-def checkpoint_to_resume(folder: str, wanted: bool | str | None, say: Callable[[str], None] = print) -> str | None:
+def _tell(recipe: Recipe, checkpoint: str | None, say: Say) -> int:
+    """Makes everything ready in a folder that is thrown away, and tells the plan."""
+    from grpo_trainer.cli.plan import plan_of
+
+    with starting(), tempfile.TemporaryDirectory() as folder:
+        # a trainer makes its output folder, and its repository on the hub
+        config = recipe.config(output_dir=folder, push_to_hub=False)
+        plan = plan_of(_trainer(recipe, config, [], say))
+    for line in plan.lines():
+        say(line)
+    if checkpoint is not None:
+        say(f"it would go on from {checkpoint}")
+    say("dry run: nothing was trained, nothing was written")
+    return 0
+
+
+def _trainer(recipe: Recipe, config: Any, callbacks: list[Any], say: Say) -> Any:
+    """The trainer, with its data."""
+    from grpo_trainer.cli.build import build_trainer, quiet_libraries
+    from grpo_trainer.cli.data import build_datasets
+
+    quiet_libraries()
+    with config.main_process_first(desc="data"):  # the others find what it downloads and maps
+        train_rows, eval_rows = build_datasets(recipe, config, say)
+    trainer = build_trainer(recipe, config, train_rows, eval_rows, callbacks)
+    rows = f"{len(train_rows)} prompts" if hasattr(train_rows, "__len__") else "a stream"
+    count = config.world_size
+    say(
+        f"{recipe.arguments.model_name_or_path} on {rows} of {recipe.arguments.data_name}, "
+        f"{count} process{'' if count == 1 else 'es'}"
+    )
+    return trainer
+
+
+def speaker() -> Say:
+    """Prints lines, from one process only."""
+    from rich.console import Console
+
+    console = Console()
+    speaks = os.environ.get("RANK", "0") == "0"
+
+    def say(line: str) -> None:
+        if speaks:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return say
+
+
+def resume_command(command: Sequence[str]) -> str:
+    """The command that goes on with a stopped run.
+
+    Args:
+        command: the words of the command that started it.
+
+    Returns:
+        The command, with ``--resume_from_checkpoint true``.
+
+    Example:
+        >>> resume_command(["grpo-trainer", "train", "a.yaml", "--seed", "1", "--resume_from_checkpoint", "out/x"])
+        'grpo-trainer train a.yaml --seed 1 --resume_from_checkpoint true'
+    """
+    head, words = list(command[:3]), command[3:]
+    kept = {key: given for key, given in split_words(words).items() if key != "resume_from_checkpoint"}
+    kept["resume_from_checkpoint"] = ["true"]
+    return shlex.join([*head, *(word for key, given in kept.items() for word in (f"--{key}", *given))])
+
+
+def checkpoint_to_resume(folder: str, wanted: bool | str | None, say: Say = print) -> str | None:
     """The checkpoint to go on from.
 
     Args:
@@ -80,25 +162,22 @@ def checkpoint_to_resume(folder: str, wanted: bool | str | None, say: Callable[[
         Its folder, or None to start anew.
 
     Raises:
-        RecipeError: if the folder that is asked for is not there.
+        RecipeError: if the folder that is asked for is no checkpoint that a run can go on from.
     """
-    if wanted is None or str(wanted).lower() == "false":
-        return None
-    if str(wanted).lower() == "true":
-        found = last_checkpoint(folder)
-        if found is None:
-            say(f"resume_from_checkpoint: no checkpoint in {folder} to go on from; starting anew")
-        return found
-    if not Path(str(wanted)).is_dir():
-        raise RecipeError(
-            f"resume_from_checkpoint={wanted}: there is no such folder. Give a checkpoint's folder, or true for the "
-            f"last one in {folder}"
-        )
-    return str(wanted)
+    from grpo_trainer.checkpoint import find_checkpoint
+
+    said = {"true": True, "false": False}.get(str(wanted).lower(), wanted)
+    try:
+        found = find_checkpoint(folder, said)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    if said and found is None:
+        say(f"resume_from_checkpoint: no checkpoint in {folder} to go on from; starting anew")
+    return found
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """The checkpoint of the highest step in a folder, or None."""
-    from transformers.trainer_utils import get_last_checkpoint
+    from grpo_trainer.checkpoint import checkpoints
 
-    return get_last_checkpoint(str(folder)) if Path(folder).is_dir() else None
+    return next(reversed(checkpoints(folder)), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import re
@@ -18,7 +19,7 @@ from grpo_trainer.registry import suggest
 
 _YAML_1_2 = {
     "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?[0-9][0-9_]*",
+    "int": r"[-+]?[0-9]+(_[0-9]+)*",
     "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.(inf|nan)",
 }
 
@@ -29,41 +30,66 @@ class RecipeLoader(yaml.SafeLoader):
     PyYAML follows YAML 1.1, where ``save_strategy: no`` is False and ``1e-6`` is a text. Here YAML 1.2's rules hold.
     """
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """A mapping, each of whose keys stands once.
+    def construct_document(self, node: Any) -> Any:
+        """The value of a document, in whose mappings each key is a plain one and stands once.
 
         Args:
-            node: the mapping as parsed.
-            deep: construct what it holds too.
+            node: the document as parsed.
 
         Returns:
-            The mapping.
+            The value.
 
         Raises:
-            ConstructorError: if a key stands twice.
+            ConstructorError: if a key stands twice or is no plain value, or a value holds itself.
         """
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ConstructorError(None, None, f"the key {key!r} stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
+        _check_keys(node, (), set())  # before anchors are merged in, since a merged key may be set once more
+        return super().construct_document(node)
+
+
+def _check_keys(node: Any, above: tuple[int, ...], done: set[int]) -> None:
+    """Walks a document; a part that several places refer to is looked at once."""
+    if id(node) in above:
+        raise ConstructorError(None, None, "a value holds itself, by its anchor", node.start_mark)
+    if id(node) in done or isinstance(node, yaml.ScalarNode):
+        return
+    done.add(id(node))
+    above = (*above, id(node))
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_keys(item, above, done)
+        return
+    seen = set()
+    for key_node, value_node in node.value:
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConstructorError(None, None, "a key must be a plain word", key_node.start_mark)
+        key = (key_node.tag, key_node.value)
+        if key in seen:
+            raise ConstructorError(None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark)
+        seen.add(key)
+        _check_keys(value_node, above, done)
 
 
 def _follow_yaml_1_2() -> None:
+    replaced = {*_YAML_1_2, "timestamp", "value"}  # a date and "=" are texts
     kept = {
-        first: [(tag, pattern) for tag, pattern in rules if tag.rpartition(":")[2] not in _YAML_1_2]
+        first: [(tag, pattern) for tag, pattern in rules if tag.rpartition(":")[2] not in replaced]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
     RecipeLoader.yaml_implicit_resolvers = kept
     for name, pattern in _YAML_1_2.items():
         first = "tTfF" if name == "bool" else "-+.0123456789"
         RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"^({pattern})$"), list(first))
-    RecipeLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+    RecipeLoader.add_constructor("tag:yaml.org,2002:int", _construct_int)
     RecipeLoader.add_constructor(
         "tag:yaml.org,2002:float", lambda _, node: float(re.sub(r"\.(?=inf|nan)", "", node.value))
     )
+
+
+def _construct_int(_: Any, node: Any) -> int:
+    try:
+        return int(node.value)
+    except ValueError as error:  # Python reads no more than some thousand digits
+        raise ConstructorError(None, None, str(error), node.start_mark) from error
 
 
 _follow_yaml_1_2()
@@ -93,6 +119,8 @@ def parse_yaml(text: str, where: str) -> Any:
 def typed(key: str, value: Any, annotation: Any, where: str) -> Any:
     """A value as its type says, with the usual liberties: ``"1e-6"`` is a float, 8.0 an int, ``"yes"`` a bool.
 
+    One value stands for a list of one, where only a list would do.
+
     Args:
         key: name of the setting.
         value: as YAML gave it.
@@ -117,8 +145,28 @@ def typed(key: str, value: Any, annotation: Any, where: str) -> Any:
             return TypeAdapter(annotation).validate_python(value)
         problem = ""
     except ValidationError as error:
+        if isinstance(value, (str, int, float, dict)) and not isinstance(value, bool) and _accepts_list(annotation):
+            with contextlib.suppress(ValidationError):
+                return TypeAdapter(annotation).validate_python([value])
         problem = _problem(error, value)
     raise RecipeError(f"{where}: {key}: {value!r} is not {type_name(annotation)}{problem}")
+
+
+def parse_words(words: list[str]) -> Any:
+    """What the words of the command line say, each read as YAML; several make a list, and none means true.
+
+    Args:
+        words: what followed a key.
+
+    Returns:
+        The value; a word that is no YAML is a text.
+
+    Example:
+        >>> parse_words(["1e-6"]), parse_words(["a", "null"]), parse_words([]), parse_words(["[a"])
+        (1e-06, ['a', None], True, '[a')
+    """
+    parsed = [_parse_word(word) for word in words]
+    return True if not parsed else parsed[0] if len(parsed) == 1 else parsed
 
 
 def typed_from_words(key: str, words: list[str], annotation: Any, where: str) -> Any:
@@ -139,12 +187,11 @@ def typed_from_words(key: str, words: list[str], annotation: Any, where: str) ->
     Raises:
         RecipeError: if it does not fit.
     """
-    if not words:
-        return typed(key, True, annotation, where)
-    parsed = [_parse_word(word) for word in words]
     try:
-        return typed(key, parsed[0] if len(words) == 1 else parsed, annotation, where)
+        return typed(key, parse_words(words), annotation, where)
     except RecipeError as error:
+        if not words:
+            raise
         try:
             return typed(key, words[0] if len(words) == 1 else words, annotation, where)
         except RecipeError:
@@ -184,6 +231,10 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 def _accepts(annotation: Any, *kinds: Any) -> bool:
     return any(member in kinds for member in _members(annotation))
+
+
+def _accepts_list(annotation: Any) -> bool:
+    return any((typing.get_origin(member) or member) is list for member in _members(annotation))
 
 
 def _enum_values(annotation: Any) -> list[str]:

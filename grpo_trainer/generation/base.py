@@ -7,12 +7,25 @@ from typing import Protocol
 
 from grpo_trainer.types import Completions, SamplingParams
 
+ENGINES = {
+    "auto": "the group engine, or generate where that cannot draw",
+    "group": "the group engine: each prompt is prefilled once, rows that end leave the batch",
+    "generate": "generate of transformers",
+}
+"""Name of an engine -> what draws."""
+
 
 class Generator(Protocol):
     """Draws completions from the policy."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_samples: Sequence[int], sampling: SamplingParams, *, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        row_ids: Sequence[tuple[int, int]] | None = None,
     ) -> Completions:
         """Draws completions.
 
@@ -22,6 +35,9 @@ class Generator(Protocol):
             sampling: how to draw them.
             seed: fixes every random number that is used. The state of the process's own generators is as before
                 when this returns.
+            row_ids: for each completion the pair (prompt, completion) that tells it from all others drawn with this
+                seed, on whichever process; None counts within this call. A generator whose rows own their random
+                numbers gives a row of the same seed, identity and prompt the same completion in every call.
 
         Returns:
             ``sum(num_samples)`` completions, those of one prompt next to each other, in the order of ``prompts``.

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor
+from transformers import GenerationConfig
 
-from grpo_trainer.policy.modes import eval_mode
+from grpo_trainer.generation.randomness import row_keys
+from grpo_trainer.generation.state import inference_state
 from grpo_trainer.registry import suggest
 from grpo_trainer.types import Completions, SamplingParams
 
@@ -37,7 +38,13 @@ class HFGenerator:
         self._autocast = autocast
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_samples: Sequence[int], sampling: SamplingParams, *, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_samples: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        row_ids: Sequence[tuple[int, int]] | None = None,
     ) -> Completions:
         """Draws completions, all in one call; see ``Generator.generate``.
 
@@ -46,6 +53,8 @@ class HFGenerator:
             num_samples: for each prompt how many completions to draw.
             sampling: how to draw them.
             seed: fixes every random number that is used.
+            row_ids: ``generate`` has one stream of random numbers for all rows; the first row's identity starts it, so
+                that processes that share a seed draw different ones.
 
         Returns:
             The completions, group-major.
@@ -53,16 +62,17 @@ class HFGenerator:
         Raises:
             ValueError: if a prompt is empty, or ``sampling.extra`` holds what transformers does not know.
         """
+        check_prompts(prompts)
         rows = [list(p) for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
         if not rows:
             return Completions(ids=(), finished=())
-        if not all(rows):
-            raise ValueError("an empty prompt cannot be completed; every prompt needs at least one token")
         policy = self._policy()
         device = next(policy.parameters()).device
-        ids, mask = _pad_left(rows, device)
-        with torch.no_grad(), _inference_state(policy), _seeded(seed, device), self._autocast():
-            out = policy.generate(input_ids=ids, attention_mask=mask, generation_config=_generation_config(sampling))
+        ids, mask = pad_left(rows, device)
+        if row_ids is not None:
+            seed = int(row_keys(seed, row_ids[:1]))
+        with torch.no_grad(), inference_state(policy), _seeded(seed, device), self._autocast():
+            out = policy.generate(input_ids=ids, attention_mask=mask, generation_config=generation_config(sampling))
         return _cut(out[:, ids.shape[1] :].tolist(), sampling.eos_token_ids)
 
 
@@ -79,6 +89,20 @@ _NOT_EXTRA = {
     "num_beams": "a beam is not a sample of the policy",
 }
 """Fields of GenerationConfig that would make what is scored differ from what was sampled, and what to set instead."""
+
+
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Checks that there is something to complete.
+
+    Args:
+        prompts: as token ids.
+
+    Raises:
+        ValueError: if one is empty.
+    """
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} is empty: an empty prompt cannot be completed, it needs at least one token")
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
@@ -98,15 +122,29 @@ def check_extra(extra: Mapping[str, Any]) -> None:
             raise ValueError(f"generation_kwargs: {name!r} is no field of GenerationConfig.{suggest(name, known)}")
 
 
-def _generation_config(sampling: SamplingParams) -> GenerationConfig:
+def generation_config(sampling: SamplingParams) -> GenerationConfig:
+    """What ``generate`` of transformers calls these parameters; a temperature of 0 is greedy decoding.
+
+    Args:
+        sampling: how to draw.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: as ``check_extra``.
+    """
     check_extra(sampling.extra)
-    settings = {
-        "do_sample": sampling.temperature > 0,
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": float(sampling.temperature) or 1.0,
+    draws = {
+        "temperature": float(sampling.temperature),
         "top_p": float(sampling.top_p),
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
+    }
+    settings = {
+        "do_sample": sampling.temperature > 0,
+        **(draws if sampling.temperature > 0 else {}),  # transformers warns of those that greedy decoding leaves unused
+        "max_new_tokens": sampling.max_new_tokens,
         "repetition_penalty": float(sampling.repetition_penalty),
         "eos_token_id": list(sampling.eos_token_ids),
         "pad_token_id": sampling.pad_token_id,
@@ -116,14 +154,21 @@ def _generation_config(sampling: SamplingParams) -> GenerationConfig:
     return GenerationConfig(**{**settings, **sampling.extra})
 
 
-def _pad_left(rows: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Input ids and attention mask, (N, Q).
+def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Input ids and attention mask of rows of different length.
 
     A row is filled with its own first token: whoever looks at the ids alone, as the repetition penalty does, then finds
     in a padded row what is in the row by itself.
+
+    Args:
+        rows: N prompts, none of them empty.
+        device: where the tensors go.
+
+    Returns:
+        Both (N, Q).
     """
     width = max(len(row) for row in rows)
-    ids = torch.tensor([row[:1] * (width - len(row)) + row for row in rows], device=device)
+    ids = torch.tensor([[row[0]] * (width - len(row)) + list(row) for row in rows], device=device)
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
     return ids, mask
 
@@ -137,32 +182,6 @@ def _cut(rows: list[list[int]], eos_token_ids: tuple[int, ...]) -> Completions:
         ids.append(tuple(row if end is None else row[: end + 1]))
         finished.append(end is not None)
     return Completions(ids=tuple(ids), finished=tuple(finished))
-
-
-@contextlib.contextmanager
-def _inference_state(model: nn.Module) -> Iterator[None]:
-    """Eval mode, cache on, gradient checkpointing off, a blank generation config; all as before afterwards."""
-    checkpointing: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    # an adapter's wrapper reads through to the model's own attributes, so setting them on that model is enough
-    owners = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
-    configs = [(m, m.generation_config) for m in owners if getattr(m, "generation_config", None) is not None]
-    caches = [(c, c.use_cache) for c in {id(m.config): m.config for m in owners}.values() if hasattr(c, "use_cache")]
-    try:
-        for module in checkpointing:
-            module.gradient_checkpointing = False
-        for owner, _ in configs:
-            owner.generation_config = GenerationConfig()
-        for config, _ in caches:
-            config.use_cache = True
-        with eval_mode(model):
-            yield
-    finally:
-        for module in checkpointing:
-            module.gradient_checkpointing = True
-        for owner, original in configs:
-            owner.generation_config = original
-        for config, value in caches:
-            config.use_cache = value
 
 
 @contextlib.contextmanager

@@ -1,20 +1,32 @@
 """Log-probs of completions under a model: the same arithmetic for the policy, the old policy and the reference.
 
-Rows are laid out as a rectangle: prompts padded on the left, completions on the right, so that every completion starts
-in the same column. Positions count from the first real token, so a row has the same log-probs alone and in a batch,
-with rotary as with absolute positions.
+Two layouts give the same values. Packed (see ``packing.py``), each prompt is computed once, nothing is padded, and the
+vocabulary head sees only the positions that predict a completion token. A model that cannot take that is given a
+rectangle: prompts padded on the left, completions on the right, so that every completion starts in the same column.
+In both, positions count from the first real token of a row.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import logging
 
 from grpo_trainer.functional.logprobs import token_entropy, token_logprobs
+from grpo_trainer.loading.head import Float32Linear
+from grpo_trainer.policy.attention import packed_attention
+from grpo_trainer.policy.head import head_logprobs
+from grpo_trainer.policy.modes import eval_mode, set_for_now
+from grpo_trainer.policy.packing import Packed, pack
+from grpo_trainer.policy.support import Head, forward_parameters, innermost, needs_last_token, plain_head, why_padded
 from grpo_trainer.types import RolloutBatch
+
+logger = logging.get_logger(__name__)
 
 
 class Scores(NamedTuple):
@@ -45,15 +57,134 @@ def completion_logprobs(
     Returns:
         The scores. The log-probs carry a gradient if gradients are enabled.
     """
+    reason = why_padded(model)
+    if reason is None:
+        return _packed_pass(model, batch, temperature, with_entropy)
+    _say_once(f"{type(innermost(model)).__name__} computes each prompt once per completion, padded, because {reason}.")
+    return _padded_pass(model, batch, temperature, with_entropy)
+
+
+def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float = 1.0, rows: int = 8) -> None:
+    """Checks on a model and data at hand that packed rows have the log-probs of padded ones.
+
+    Args:
+        model: as for ``completion_logprobs``; one that is never packed passes.
+        batch: B rows; all are packed, and the first of them compared.
+        temperature: as for ``completion_logprobs``.
+        rows: how many rows are compared.
+
+    Raises:
+        RuntimeError: if they differ by more than rounding.
+    """
+    if why_padded(model) is not None or not len(batch):
+        return
+    some = batch.select(range(min(rows, len(batch))))
+    model = innermost(model)
+    run = functools.partial(type(model).forward, model)  # past hooks, which are for real passes, and past autocast,
+    device = batch.completion_ids.device.type  # without which float32 rounds so little that any difference shows
+    with torch.no_grad(), eval_mode(model), torch.autocast(device, enabled=False):
+        padded = _padded_pass(model, some, temperature, False, run).logprobs
+        packed = _packed_pass(model, batch, temperature, False, run).logprobs[: len(some), : padded.shape[1]]
+        error, allowed = _distance(packed, padded, some), 1e-3
+        if any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters()):
+            # a row alone and in company differ by rounding only: the measure of what is none
+            rows_alone = [
+                _padded_pass(model, some.select([i]), temperature, False, run).logprobs for i in range(len(some))
+            ]
+            alone = torch.cat([nn.functional.pad(r, (0, padded.shape[1] - r.shape[1])) for r in rows_alone])
+            allowed = 0.05 + 4 * _distance(alone, padded, some)
+    if not error <= allowed:
+        raise RuntimeError(
+            f"verify_packing: the log-probs of {type(model).__name__} differ by {error:.2g} nats (root mean "
+            f"square over {sum(some.lengths)} tokens; {allowed:g} is allowed) between packed and padded rows, so a "
+            "token sees what it should not, or the other way round. To go on with padded rows, set `model.never_pack = "
+            "True` before the model is handed over; and please report the model"
+        )
+
+
+def _distance(a: Tensor, b: Tensor, batch: RolloutBatch) -> float:
+    """Root mean square over the tokens of a batch."""
+    return ((a - b).double().square().sum() / max(sum(batch.lengths), 1)).sqrt().item()
+
+
+# --- packed -----------------------------------------------------------------------------------------------------------
+
+
+def _packed_pass(
+    model: Any, batch: RolloutBatch, temperature: float, with_entropy: bool, run: Callable | None = None
+) -> Scores:
+    stream = pack(batch, keep_last=needs_last_token(model))
+    head = plain_head(model)
+    entropy: list[Tensor] = []
+    with packed_attention(model, stream.groups), _scoring(head, stream, temperature, with_entropy, entropy):
+        logits = (run or model)(
+            input_ids=stream.input_ids,
+            attention_mask=torch.ones_like(stream.input_ids),
+            position_ids=stream.position_ids,
+            logits_to_keep=stream.predictors,
+            use_cache=False,
+        ).logits  # (1, M, V), or (1, N, 1) log-probs from a head that scores
+    if head is not None:
+        logprobs = logits[0, :, 0]
+    else:
+        logits = logits[:, stream.places]  # (1, N, V)
+        logprobs = token_logprobs(logits, stream.targets[None], temperature=temperature)[0]
+        if with_entropy:
+            entropy.append(token_entropy(logits.detach(), temperature=temperature)[0])
+    shape = batch.completion_ids.shape
+    return Scores(stream.unpack(logprobs, shape), stream.unpack(entropy[0], shape) if with_entropy else None)
+
+
+@contextlib.contextmanager
+def _scoring(
+    head: Head | None, stream: Packed, temperature: float, with_entropy: bool, entropy: list[Tensor]
+) -> Iterator[None]:
+    """Inside, the model's head gives log-probs in place of logits, and the model hands them on as they are.
+
+    It is still the model that calls its head, so that whatever is wrapped around either (data parallel, sharding) sees
+    the forward pass that it knows.
+    """
+    if head is None:
+        yield
+        return
+    layer, config = head.layer, head.config
+
+    def score(hidden: Tensor) -> Tensor:
+        device = hidden.device.type
+        autocast = torch.is_autocast_enabled(device) and not isinstance(layer, Float32Linear)
+        logprobs, found = head_logprobs(
+            hidden.flatten(0, -2),
+            layer.weight,
+            layer.bias,
+            stream.places,
+            stream.targets,
+            transform=head.transform._replace(temperature=temperature),
+            dtype=torch.get_autocast_dtype(device) if autocast else layer.weight.dtype,
+            with_entropy=with_entropy,
+        )
+        if found is not None:
+            entropy.append(found)
+        return logprobs[None, :, None]
+
+    with set_for_now(layer, {"forward": score}), set_for_now(config, head.neutral):
+        yield
+
+
+# --- padded -----------------------------------------------------------------------------------------------------------
+
+
+def _padded_pass(
+    model: Any, batch: RolloutBatch, temperature: float, with_entropy: bool, run: Callable | None = None
+) -> Scores:
     inputs = _rectangle(batch)
     width = batch.completion_ids.shape[1]
-    parameters = _forward_parameters(model)
+    parameters = forward_parameters(model)
     kwargs: dict[str, Any] = {k: v for k, v in inputs.items() if k != "position_ids" or k in parameters}
     if "logits_to_keep" in parameters:
         kwargs["logits_to_keep"] = width + 1
     if "use_cache" in parameters:
         kwargs["use_cache"] = False
-    logits = model(**kwargs).logits  # (B, T + 1, V), or (B, Q + T, V) from a model that keeps all
+    logits = (run or model)(**kwargs).logits  # (B, T + 1, V), or (B, Q + T, V) from a model that keeps all
     logits = logits[:, logits.shape[1] - width - 1 : -1]  # (B, T, V): the last position predicts nothing of ours
     real = _within(batch)
     logprobs = token_logprobs(logits, batch.completion_ids, temperature=temperature)
@@ -86,18 +217,14 @@ def _within(batch: RolloutBatch) -> Tensor:
     return columns < torch.tensor(batch.lengths, device=device)[:, None]
 
 
-def _forward_parameters(model: nn.Module) -> frozenset[str]:
-    """Names that the innermost model's forward takes: wrappers hide them behind ``*args, **kwargs``."""
-    inner: Any = model
-    while True:
-        if hasattr(inner, "get_base_model"):  # an adapter
-            inner = inner.get_base_model()
-        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):  # a compiled model
-            inner = inner._orig_mod
-        elif isinstance(getattr(inner, "module", None), nn.Module):  # data parallel
-            inner = inner.module
-        else:
-            break
-    parameters = inspect.signature(type(inner).forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return frozenset(parameters) | (frozenset(["position_ids"]) if takes_any else frozenset())
+# --- words ------------------------------------------------------------------------------------------------------------
+
+_said: set[str] = set()
+
+
+def _say_once(message: str) -> None:
+    """Warns, the first time only, and on the first process only."""
+    first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    if first and message not in _said:
+        logger.warning(message)
+    _said.add(message)

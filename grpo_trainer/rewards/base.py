@@ -262,16 +262,31 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     except RuntimeError:
         return asyncio.run(coroutine)
     outcome: dict[str, Any] = {}
+    begun = threading.Event()
+
+    async def cancellable() -> list[Any]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        outcome["cancel"] = functools.partial(loop.call_soon_threadsafe, task.cancel)
+        begun.set()
+        return await coroutine
 
     def work() -> None:
         try:
-            outcome["value"] = asyncio.run(coroutine)
+            outcome["value"] = asyncio.run(cancellable())
         except BaseException as error:
             outcome["error"] = error
 
     thread = threading.Thread(target=work, name="rewards")
     thread.start()
-    thread.join()
+    try:
+        thread.join()
+    except BaseException:  # Ctrl-C: what went on behind the notebook's back would meet the next run
+        if begun.wait(timeout=1):
+            with contextlib.suppress(RuntimeError):  # it has just ended by itself
+                outcome["cancel"]()
+        thread.join()
+        raise
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]

@@ -55,6 +55,7 @@ class FakeTrainer:
                 folder = Path(self.args.output_dir) / f"checkpoint-{step}"
                 folder.mkdir()
                 self.state.save_to_json(str(folder / "trainer_state.json"))
+                (folder / "optimizer.pt").touch()
                 self._call("on_save")
             if self.control.should_training_stop:
                 break

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
-import json
-
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from grpo_trainer.cli.build import (
-    as_prompts,
     build_adapter,
-    build_datasets,
     build_quantization,
     build_rewards,
+    build_tokenizer,
     build_trainer,
 )
 from grpo_trainer.cli.errors import RecipeError
@@ -54,72 +51,39 @@ def test_a_wrong_reward_is_an_error_of_the_recipe(recipe_file, text, message):
         build_rewards(load_recipe(recipe_file(text)))
 
 
-def datasets_of(recipe_file, text: str):
-    recipe = load_recipe(recipe_file(CHECK + text))
-    return build_datasets(recipe, recipe.config())
+def test_a_reward_model_comes_before_the_functions(recipe_file):
+    recipe = load_recipe(
+        recipe_file("reward_model_name_or_path: some/model\nreward_funcs: {name: last_integer, weight: 2}")
+    )
+    assert build_rewards(recipe) == ["some/model", last_integer]
+    assert recipe.config().reward_weights == [1.0, 2.0]
+    alone = load_recipe(recipe_file("reward_model_name_or_path: some/model"))
+    assert build_rewards(alone) == ["some/model"] and alone.config().reward_weights is None
 
 
-def test_a_builtin_task_is_split_by_the_seed_of_the_run(recipe_file):
-    train, evaluation = datasets_of(recipe_file, "dataset_name: builtin:sums\nseed: 3")
-    assert evaluation is None  # nothing evaluates
-    other, heldout = datasets_of(recipe_file, "dataset_name: builtin:sums\nseed: 4\neval_strategy: epoch")
-    assert train.to_list() != other.to_list()
-    assert len(heldout) == 64
+def test_rewards_may_be_written_as_trl_writes_them(recipe_file):
+    dotted = f"{__name__}.count_words" if "." not in __name__ else "grpo_trainer.rewards.maths.last_integer"
+    overlong, thinks, own = build_rewards(
+        load_recipe(recipe_file(f"reward_funcs: [get_soft_overlong_punishment, think_format_reward, {dotted}]"))
+    )
+    # TRL's own command line binds a limit of 1280 tokens, the last 256 of which are punished
+    assert overlong(completion_ids=[[0] * n for n in (1024, 1152, 1280, 1281)]) == [0, -0.5, -1, -1]
+    assert thinks(completions=[[{"content": "<think>\na\n</think>\nb"}], [{"content": "b"}]]) == [1.0, 0.0]
+    assert own([], answer=[]) == []
 
 
-def test_a_file_of_json_lines_is_read(recipe_file, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row) for row in ROWS))
-    train, _ = datasets_of(recipe_file, f"dataset_name: {path}")
-    assert train.to_list() == ROWS
-
-
-def test_a_saved_dataset_is_read(recipe_file, tmp_path):
-    rows = Dataset.from_list(ROWS)
-    rows.save_to_disk(tmp_path / "one")
-    DatasetDict(train=rows, held=rows.select([2])).save_to_disk(tmp_path / "two")
-    assert datasets_of(recipe_file, f"dataset_name: {tmp_path}/one")[0].to_list() == ROWS
-    text = f"dataset_name: {tmp_path}/two\ndataset_test_split: held\neval_strategy: epoch"
-    assert [len(part) for part in datasets_of(recipe_file, text)] == [3, 1]
-    with pytest.raises(RecipeError, match=r"no split 'test'; its splits: train, held"):
-        datasets_of(recipe_file, f"dataset_name: {tmp_path}/two\neval_strategy: epoch")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("seed: 1", "names no dataset: set dataset_name, e.g. to builtin:sums"),
-        ("dataset_name: builtin:sum", "unknown task 'builtin:sum'. Did you mean 'builtin:sums'?"),
-        ("dataset_name: nowhere/rows.jsonl", "dataset_name=nowhere/rows.jsonl: there is no such file"),
-        (
-            "dataset_name: builtin:sums\ndataset_prompt_column: problem",
-            "dataset_prompt_column='problem' is no column of builtin:sums; its columns: prompt, answer",
-        ),
-    ],
-)
-def test_a_wrong_dataset_is_an_error_of_the_recipe(recipe_file, text, message):
-    with pytest.raises(RecipeError) as caught:
-        datasets_of(recipe_file, text)
-    assert message in str(caught.value)
-
-
-def test_the_prompt_column_is_renamed_and_replaces_another_of_that_name():
-    rows = Dataset.from_list([{"problem": "p", "prompt": "other", "answer": 1}])
-    assert as_prompts(rows, RecipeArguments(dataset_prompt_column="problem")).to_list() == [
-        {"prompt": "p", "answer": 1}
-    ]
-
-
-def test_a_system_prompt_makes_a_conversation_and_leaves_one_that_has_its_own():
-    arguments = RecipeArguments(system_prompt="Be brief.")
-    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "p"}
-    own = {"role": "system", "content": "Be long."}
-
-    def prompts(*given) -> list:
-        return as_prompts(Dataset.from_list([{"prompt": g} for g in given]), arguments)["prompt"][:]
-
-    assert prompts("p") == [[system, user]]
-    assert prompts([user], [own, user]) == [[system, user], [own, user]]
+def test_a_tokenizer_and_a_template_of_ones_own(recipe_file, tmp_path, tiny_tokenizer):
+    tiny_tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = load_recipe(recipe_file(CHECK)).config()
+    assert build_tokenizer(RecipeArguments(model_name_or_path="m"), config) is None
+    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    for given in (template, str(tmp_path / "chat.jinja")):
+        own = RecipeArguments(tokenizer_name_or_path=str(tmp_path / "tokenizer"), chat_template=given)
+        tokenizer = build_tokenizer(own, config)
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[hi]"
+    of_model = RecipeArguments(model_name_or_path=str(tmp_path / "tokenizer"), chat_template="x")
+    assert build_tokenizer(of_model, config).chat_template == "x"
 
 
 def test_the_trainer_gets_what_the_recipe_says_and_our_progress_only(recipe_file, fake_trainer):
@@ -131,7 +95,7 @@ def test_the_trainer_gets_what_the_recipe_says_and_our_progress_only(recipe_file
     assert trainer.reward_funcs == [last_integer]
     assert trainer.train_dataset is rows and trainer.eval_dataset is None
     assert trainer.callbacks == callbacks[2:]
-    assert trainer.kwargs == {"peft_config": None, "quantization_config": None}
+    assert trainer.kwargs == {"peft_config": None, "quantization_config": None, "processing_class": None}
 
 
 def test_what_the_trainer_refuses_is_an_error_of_the_recipe(recipe_file, fake_trainer, monkeypatch):
@@ -152,6 +116,22 @@ def test_an_adapter_is_built_only_if_it_is_wanted():
     assert (adapter.r, adapter.lora_alpha, adapter.lora_dropout) == (4, 8, 0.05)
     assert set(adapter.target_modules) == {"q_proj"}
     assert adapter.task_type == "CAUSAL_LM"
+    assert not (adapter.use_rslora or adapter.use_dora or adapter.modules_to_save or adapter.target_parameters)
+
+
+def test_every_setting_of_the_adapter_reaches_it():
+    adapter = build_adapter(
+        RecipeArguments(
+            use_peft=True,
+            use_rslora=True,
+            use_dora=True,
+            lora_modules_to_save=["embed_tokens"],
+            lora_target_parameters="experts.gate_up_proj",
+        )
+    )
+    assert adapter.use_rslora and adapter.use_dora
+    assert adapter.modules_to_save == ["embed_tokens"]
+    assert set(adapter.target_parameters) == {"experts.gate_up_proj"}
 
 
 @pytest.mark.parametrize(
@@ -165,8 +145,15 @@ def test_one_module_is_a_name_unless_it_looks_like_a_pattern(given, target):
 def test_quantisation_is_built_only_if_it_is_wanted():
     assert build_quantization(RecipeArguments()) is None
     four = build_quantization(
-        RecipeArguments(load_in_4bit=True, use_peft=True, use_bnb_nested_quant=True, dtype="bfloat16")
+        RecipeArguments(
+            load_in_4bit=True,
+            use_peft=True,
+            use_bnb_nested_quant=True,
+            dtype="bfloat16",
+            bnb_4bit_quant_storage="bfloat16",
+        )
     )
+    assert str(four.bnb_4bit_quant_storage) == "torch.bfloat16"
     assert (four.load_in_4bit, four.load_in_8bit, four.bnb_4bit_quant_type) == (True, False, "nf4")
     assert four.bnb_4bit_use_double_quant and str(four.bnb_4bit_compute_dtype) == "torch.bfloat16"
     assert build_quantization(RecipeArguments(load_in_8bit=True, use_peft=True, dtype="auto")).load_in_8bit

@@ -42,7 +42,7 @@ def names(folder: Path) -> list[str]:
 
 def test_it_writes_summary_curve_completions_and_model(folder, fake_trainer, capsys):
     assert quickstart(folder, "--seed", "1") == 0
-    assert names(folder) == ["completions", "model", "reward_curve.png", "run.json", "summary.json"]
+    assert names(folder) == ["completions", "model", "reward_curve.png", "run.json", "run.yaml", "summary.json"]
     summary = json.loads((folder / "summary.json").read_text())
     assert list(summary)[:9] == [
         *("seed", "reward_before", "reward_after", "steps", "train_seconds", "seconds_per_step"),
@@ -120,8 +120,9 @@ def test_resume_with_other_settings_is_refused_and_names_them(folder, pressed, c
     assert quickstart(folder, "--seed", "1", "--max_steps", "8", "--resume") == 0  # a longer run is the same run
 
 
-def test_a_fresh_run_clears_what_an_earlier_one_made_and_nothing_else(folder, pressed):
+def test_a_fresh_run_clears_what_an_earlier_one_made_and_nothing_else(folder, pressed, capsys):
     assert quickstart(folder) == 130
+    capsys.readouterr()
     (folder / "notes.txt").write_text("mine")
     (folder / "checkpoint-best").mkdir()
     (folder / "checkpoint-7").mkdir()  # no trainer made this: it has no trainer_state.json
@@ -132,6 +133,51 @@ def test_a_fresh_run_clears_what_an_earlier_one_made_and_nothing_else(folder, pr
     assert "checkpoint-3" not in names(folder)
     assert "mine.parquet" in names(folder / "completions")
     assert "completions_00099.parquet" not in names(folder / "completions")
+    assert f"removing an earlier run from {folder}, which trained for 0 s: checkpoint-3" in capsys.readouterr().out
+
+
+def test_a_stopped_run_has_no_model_of_an_earlier_one(folder, fake_trainer, monkeypatch):
+    assert quickstart(folder) == 0 and (folder / "model").is_dir()
+    made = fake_trainer.__init__
+
+    def make(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        self.before_step = lambda step: os.kill(os.getpid(), signal.SIGINT) if step == 3 else None
+
+    monkeypatch.setattr(fake_trainer, "__init__", make)
+    assert quickstart(folder) == 130
+    assert names(folder) == ["checkpoint-3", "completions", "run.json", "run.yaml"]
+
+
+def test_sigterm_keeps_what_going_on_needs_and_ends_with_143(folder, fake_trainer, monkeypatch, capsys):
+    ran = fake_trainer.train
+
+    def terminate(self, resume_from_checkpoint=None):
+        self.args.max_steps = 2
+        ran(self, resume_from_checkpoint)
+        saved = folder / "checkpoint-2"
+        saved.mkdir()
+        self.state.save_to_json(str(saved / "trainer_state.json"))
+        (saved / "optimizer.pt").touch()
+        raise SystemExit(143)  # as the trainer leaves after it has saved
+
+    monkeypatch.setattr(fake_trainer, "train", terminate)
+    assert quickstart(folder, "--seed", "1") == 143
+    out = capsys.readouterr().out
+    assert f"Stopped after step 2 of 5; checkpoint: {folder / 'checkpoint-2'}" in out
+    assert "quickstart --resume" in out.splitlines()[-1]
+    assert json.loads((folder / "run.json").read_text())["train_seconds"] > 0
+    monkeypatch.setattr(fake_trainer, "train", ran)
+    assert quickstart(folder, "--seed", "1", "--resume") == 0
+    assert fake_trainer.made[-1].resumed_from == str(folder / "checkpoint-2")
+
+
+@pytest.mark.parametrize(
+    "words", [["--dataset_map_fn", "a:b"], ["--datasets", "[{path: a}]"], ["--test_split_size", "3"]]
+)
+def test_what_is_trained_on_is_settled(folder, words, capsys):
+    assert quickstart(folder, *words) == 2
+    assert f"{words[0][2:]} is settled in the quickstart" in capsys.readouterr().err
 
 
 def test_a_folder_that_no_quickstart_made_is_left_as_it_is(folder):

@@ -1,27 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import typing
-from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import TypeAdapter
 
 from grpo_trainer import GRPOConfig
-from grpo_trainer.cli import recipe as module
+from grpo_trainer.cli.arguments import RecipeArguments, RewardEntry
 from grpo_trainer.cli.errors import RecipeError
-from grpo_trainer.cli.recipe import (
-    RecipeArguments,
-    RewardEntry,
-    find_recipe,
-    load_recipe,
-    recipe_names,
-    recipes_folder,
-    split_words,
-)
-
-ROOT = Path(__file__).parents[2]
-SUMS = "quickstart/smollm2-135m-sums"
+from grpo_trainer.cli.recipe import load_recipe, split_words
 
 
 def test_keys_are_sorted_into_arguments_and_settings(recipe_file):
@@ -153,45 +144,113 @@ def test_a_bare_flag_is_true_and_no_is_false(recipe_file):
         load_recipe(recipe_file("seed: 1"), ["--no_such_thing"])
     with pytest.raises(RecipeError, match="use_cpu: None is not bool"):
         load_recipe(recipe_file("seed: 1"), ["--use_cpu", "null"])
+    assert load_recipe(recipe_file("seed: 1"), ["--no_streaming"]).arguments.dataset_streaming is False
 
 
-@pytest.mark.parametrize("name", [SUMS, f"{SUMS}.yaml", "smollm2-135m-sums", f"recipes/{SUMS}.yaml"])
-def test_packaged_recipes_are_found_by_name_from_anywhere(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert find_recipe(name) == ROOT / "recipes" / f"{SUMS}.yaml"
+def test_a_name_of_before_is_a_setting_of_today_in_the_file_and_on_the_command_line(recipe_file):
+    path = recipe_file("torch_dtype: bfloat16\nwarmup_ratio: 0.1")
+    recipe = load_recipe(path, ["--torch_dtype", "float32", "--no_cuda", "--run_name", "7"])
+    assert recipe.arguments.dtype == "float32"
+    assert recipe.settings == {"warmup_steps": 0.1, "use_cpu": True, "run_name": "7"}
+    assert recipe.notes == (
+        f"{path}: torch_dtype is now called dtype",
+        f"{path}: warmup_ratio is now warmup_steps, which below 1 is a share",
+        "command line: torch_dtype is now called dtype",
+        "command line: no_cuda is now called use_cpu",
+    )
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: dtype is set twice, once under a name that it had before"):
+        load_recipe(recipe_file("torch_dtype: bfloat16\ndtype: float32"))
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: use_cpu: 'maybe' is not bool"):
+        load_recipe(recipe_file("no_cuda: maybe"))
 
 
-def test_a_file_comes_before_a_packaged_recipe_of_that_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("smollm2-135m-sums").write_text("seed: 1")
-    assert find_recipe("smollm2-135m-sums") == Path("smollm2-135m-sums")
+def test_a_misspelt_name_of_before_is_suggested_too(recipe_file):
+    with pytest.raises(
+        RecipeError, match=r"unknown setting 'evaluation_stratgy'\. Did you mean 'evaluation_strategy'\?"
+    ):
+        load_recipe(recipe_file("evaluation_stratgy: steps"))
 
 
-def test_a_recipe_that_is_not_there_is_refused_with_the_nearest():
-    with pytest.raises(RecipeError, match=r"no file 'smollm2-135m-sum'.*Did you mean 'smollm2-135m-sums'\?"):
-        find_recipe("smollm2-135m-sum")
+def test_the_environment_wins_over_the_file_and_the_command_line_over_both(recipe_file):
+    path = recipe_file("env: {FROM_FILE: 1, SET_ALREADY: file, FLAG: true, AGREED: x}\nwandb_project: sums")
+    environ = {"SET_ALREADY": "shell", "AGREED": "x", "WANDB_PROJECT": "shell"}
+    recipe = load_recipe(path, ["--wandb_project", "line"], environ)
+    expected = {"FROM_FILE": "1", "SET_ALREADY": "shell", "FLAG": "true", "AGREED": "x", "WANDB_PROJECT": "line"}
+    assert environ == recipe.environment == expected
+    assert [n for n in recipe.notes if "SET_ALREADY" in n] == [
+        f"{path}: SET_ALREADY is 'file' there but 'shell' in the environment of this command, which wins"
+    ]
+    assert not any(name in note for note in recipe.notes for name in ("AGREED", "FLAG"))
+    assert recipe.arguments.env is None and "env" not in recipe.settings
 
 
-def test_a_name_that_stands_for_several_is_refused(tmp_path, monkeypatch):
-    for folder in ("a", "b", "accelerate"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "x.yaml").write_text("seed: 1")
-    monkeypatch.setattr(module, "recipes_folder", lambda: tmp_path)
-    assert recipe_names() == ["a/x", "b/x"]  # accelerate's own files are no recipes
-    assert find_recipe("a/x") == tmp_path / "a" / "x.yaml"
-    with pytest.raises(RecipeError, match="'x' stands for several: a/x, b/x"):
-        find_recipe("x")
+def test_a_variable_that_is_given_two_values_is_refused(recipe_file):
+    with pytest.raises(RecipeError, match=r"WANDB_PROJECT is set twice, to 'a' and to 'b'"):
+        load_recipe(recipe_file("env: {WANDB_PROJECT: a}\nwandb_project: b"))
+    with pytest.raises(RecipeError, match=r"env: \{'A': \[1\]\} is not a mapping or null \(at A"):
+        load_recipe(recipe_file("env: {A: [1]}"))
 
 
-@pytest.mark.parametrize("name", recipe_names())
-def test_every_packaged_recipe_is_read_and_makes_a_configuration(name):
-    recipe = load_recipe(name)
-    recipe.config()
-    assert recipe.arguments.model_name_or_path and recipe.arguments.dataset_name and recipe.arguments.rewards()
-    assert f"[{name}]({name}.yaml)" in (ROOT / "recipes" / "README.md").read_text()
+def test_variables_are_set_before_a_library_can_read_them(recipe_file):
+    code = (
+        "import sys\nfrom grpo_trainer.cli.recipe import load_recipe\n"
+        "class Environ(dict):\n"
+        "    def setdefault(self, name, value):\n"
+        "        sys.exit(len({'torch', 'transformers', 'huggingface_hub', 'datasets'} & set(sys.modules)))\n"
+        f"load_recipe({recipe_file('env: {HF_HUB_OFFLINE: 1}')!r}, (), Environ())\nsys.exit(99)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_readme_names_every_setting_that_is_not_the_trainers():
-    text = (recipes_folder() / "README.md").read_text()
-    for field in dataclasses.fields(RecipeArguments):
-        assert f"`{field.name}`" in text
+def test_changes_go_over_the_recipe(recipe_file):
+    assert load_recipe(recipe_file("output_dir: a\nseed: 3")).config(output_dir="b").output_dir == "b"
+
+
+OTHER_THAN_THE_DEFAULTS = """
+learning_rate: 2.0e-6
+logging_steps: 3
+gradient_checkpointing: false
+bf16: false
+use_cpu: true
+disable_dropout: true
+cast_lm_head_to_fp32: true
+num_generations: 4
+num_generations_eval: 2
+max_completion_length: 33
+shuffle_dataset: false
+steps_per_generation: 2
+gradient_accumulation_steps: 4
+chat_template_kwargs: {enable_thinking: false}
+temperature: 0.9
+top_p: 0.8
+top_k: 5
+min_p: 0.1
+repetition_penalty: 1.1
+cache_implementation: dynamic
+generation_kwargs: {typical_p: 0.5}
+beta: 0.04
+num_iterations: 2
+epsilon: 0.1
+epsilon_high: 0.3
+delta: 1.5
+loss_type: grpo
+scale_rewards: batch
+reward_weights: [0.5, 2.0]
+mask_truncated_completions: true
+use_bias_correction_kl: false
+sync_ref_model: true
+ref_model_mixup_alpha: 0.5
+ref_model_sync_steps: 64
+log_completions: true
+num_completions_to_print: 2
+advantage_ddof: 0
+cpu_threads: 1
+"""
+
+
+def test_every_key_of_a_recipe_reaches_the_configuration_field_by_field(recipe_file):
+    given = yaml.safe_load(OTHER_THAN_THE_DEFAULTS)
+    defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+    assert [name for name, value in given.items() if defaults[name] == value] == []
+    config = load_recipe(recipe_file(OTHER_THAN_THE_DEFAULTS)).config()
+    assert {name: getattr(config, name) for name in given} == given

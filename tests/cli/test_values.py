@@ -34,6 +34,10 @@ class Colour(enum.Enum):
         ("~", None),
         ("", None),
         ("12:30", "12:30"),  # YAML 1.1 reads this as a number of base 60
+        ("12_", "12_"),
+        ("2025-01-31", "2025-01-31"),
+        ("2025-99-99", "2025-99-99"),
+        ("=", "="),
         ("1e", "1e"),
         ("-", [None]),
         (".inf", float("inf")),
@@ -52,6 +56,38 @@ def test_a_key_that_stands_twice_is_refused_with_its_line():
         parse_yaml("seed: 1\nbeta: 0\nseed: 2\n", "r.yaml")
     with pytest.raises(RecipeError, match=r"line 2: the key 'b' stands twice"):
         parse_yaml("a:\n  {b: 1, b: 2}\n", "r.yaml")
+
+
+def test_anchors_and_merge_keys_are_read():
+    text = "first: &it {x: 1, y: 2}\nsecond: {<<: *it, y: 3}\nthird: {<<: [*it, {z: 4}]}\nfourth: *it"
+    assert parse_yaml(text, "r.yaml") == {
+        "first": {"x": 1, "y": 2},
+        "second": {"x": 1, "y": 3},
+        "third": {"x": 1, "y": 2, "z": 4},
+        "fourth": {"x": 1, "y": 2},
+    }
+
+
+def test_a_file_of_anchors_upon_anchors_is_looked_at_once():
+    lines = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 64))]
+    content = parse_yaml("\n".join(lines), "r.yaml")  # 2 ** 64 places, were they written out
+    assert content["a63"][0] is content["a62"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("? [a]\n: b", "line 1: a key must be a plain word"),
+        ("a: {{b: 1}: 2}", "line 1: a key must be a plain word"),
+        ("a: &a\n  b: *a", "line 1: a value holds itself, by its anchor"),
+        ("a: *b", "line 1: found undefined alias 'b'"),
+        ("a: {<<: 3}", "line 1: expected a mapping or list of mappings for merging"),
+        ("a: " + "1" * 5000, "line 1: Exceeds the limit"),
+    ],
+)
+def test_what_no_setting_can_be_is_refused_with_its_line(text, message):
+    with pytest.raises(RecipeError, match=message):
+        parse_yaml(text, "r.yaml")
 
 
 @pytest.mark.parametrize("text", ["a: [1", "a: b: c", "!!python/object/apply:os.getcwd []"])
@@ -74,6 +110,9 @@ def test_what_is_not_yaml_or_runs_code_is_refused(text):
         (["a"], str | list[str] | None, ["a"]),
         ({"a": 1}, dict[str, Any] | str | None, {"a": 1}),
         (False, str | bool, False),
+        (1, list[float] | None, [1.0]),  # one value is a list of one
+        ("a", list[str], ["a"]),
+        ({"a": 1}, list[dict[str, int]], [{"a": 1}]),
     ],
 )
 def test_values_take_the_type_that_is_annotated(value, annotation, result):
@@ -92,6 +131,8 @@ def test_values_take_the_type_that_is_annotated(value, annotation, result):
         (True, float | None, r"r: key: True is not float or null$"),
         (7, str | None, r"r: key: 7 is not str or null; put it in quotes if a text is meant$"),
         ("maybe", bool, r"r: key: 'maybe' is not bool$"),
+        ("x", list[float] | None, r"r: key: 'x' is not a list of float or null$"),
+        (True, list[float] | None, r"r: key: True is not a list of float or null$"),
         ("reed", Colour | str, r"r: key: 'reed' is unknown\. Did you mean 'red'\? Legal: red, green\.$"),
         ([1, "x"], list[int], r"r: key: \[1, 'x'\] is not a list of int \(at 1: input should be a valid integer"),
     ],
@@ -114,6 +155,8 @@ def test_a_value_that_does_not_fit_is_refused_with_key_value_and_type(value, ann
         (["q", "v"], str | list[str] | None, ["q", "v"]),
         (["1", "0.5"], list[float] | None, [1.0, 0.5]),
         (["1", "2"], list[str], ["1", "2"]),
+        (["1"], list[float] | None, [1.0]),
+        (["1"], list[str], ["1"]),
         (["[1, 2]"], list[float], [1.0, 2.0]),
         (["{a: 1}"], dict[str, Any] | str | None, {"a": 1}),
         (["{not yaml"], str, "{not yaml"),

@@ -35,6 +35,8 @@ DOORS = {
     "trl": {"trl_door"},
     "wandb": {"reports"},
     "matplotlib": {"reports"},
+    "trackio": {"reports"},
+    "IPython": {"reports"},
     "pydantic": {"cli"},
     "yaml": {"cli"},
     "vllm": set(),

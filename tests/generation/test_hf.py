@@ -1,323 +1,39 @@
 from __future__ import annotations
 
-import contextlib
-from collections import Counter
-
 import pytest
-import torch
-from transformers import GenerationConfig
 
-from grpo_trainer.generation.hf import HFGenerator
-from grpo_trainer.types import SamplingParams
+from grpo_trainer.generation.hf import HFGenerator, check_extra, generation_config
 from tests import helpers
-
-MODELS = {"llama": helpers.tiny_llama, "gpt2": helpers.tiny_gpt2}
-PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (17,)]
+from tests.generation.doubles import PROMPTS, sampling
 
 
-def sampling(**knobs) -> SamplingParams:
-    return SamplingParams(**{"max_new_tokens": 5, "eos_token_ids": (1,), "pad_token_id": 2, **knobs})
+def draw(model, **knobs):
+    return HFGenerator(lambda: model).generate(PROMPTS, [2] * 3, sampling(), seed=5, **knobs)
 
 
-def draw(model, prompts=PROMPTS, num_samples=None, *, seed=0, **knobs):
-    num_samples = [2] * len(prompts) if num_samples is None else num_samples
-    return HFGenerator(lambda: model).generate(prompts, num_samples, sampling(**knobs), seed=seed)
-
-
-def greedy(model, prompts=PROMPTS, **knobs):
-    return draw(model, prompts, [1] * len(prompts), **knobs, temperature=0.0).ids
-
-
-def watch(model) -> list[dict]:
-    """What each forward pass inside is given."""
-    seen: list[dict] = []
-    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(dict(kwargs)), with_kwargs=True)
-    return seen
-
-
-def with_logits(model, logits_after):
-    """The model with its predictions replaced: ``logits_after(last id of each row) -> (rows, V)``."""
-
-    def replace(module, args, kwargs, out):
-        out.logits = logits_after(kwargs["input_ids"][:, -1])[:, None]
-        return out
-
-    model.register_forward_hook(replace, with_kwargs=True)
-    return model
-
-
-def counting(vocab_size=256):
-    """Says n + 1 after n: what a prompt is completed with is known beforehand."""
-    return with_logits(
-        helpers.tiny_llama(), lambda last: torch.full((len(last), vocab_size), -1e9).scatter(1, last[:, None] + 1, 0.0)
-    )
-
-
-def nearly_uniform(vocab_size=1000):
-    """No two logits are equal: a top-k filter keeps every tie, and would hide among equal ones."""
-    logits = torch.linspace(0, 1e-3, vocab_size)
-    return with_logits(helpers.tiny_llama(vocab_size=vocab_size), lambda last: logits.expand(len(last), -1))
-
-
-# --- where a completion ends ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pad", [2, 40, 52])
-def test_a_completion_ends_with_and_includes_its_first_end_of_sequence(pad):
-    # ends: 40 and 50. After 37 come 38, 39, 40; after 49 at once 50; after 60 come 61 to 65, and no end. The padding
-    # may be one of the ends, or an id that the model says itself (52).
-    out = draw(counting(), [(9, 37), (49,), (60,), (50,)], [1, 1, 1, 1], eos_token_ids=(40, 50), pad_token_id=pad)
-    assert out.ids == ((38, 39, 40), (50,), (61, 62, 63, 64, 65), (51, 52, 53, 54, 55))
-    assert out.finished == (True, True, False, False)
-    assert out.sampling_logprobs is None
-
-
-def test_an_end_at_the_limit_is_an_end():
-    assert draw(counting(), [(35,)], [1], eos_token_ids=(40,)).finished == (True,)
-    assert draw(counting(), [(34,)], [1], eos_token_ids=(40,)).finished == (False,)
-
-
-def test_a_model_without_an_end_goes_on_to_the_limit():
-    out = draw(counting(), [(60,)], [1], eos_token_ids=(), max_new_tokens=3)
-    assert (out.ids, out.finished) == (((61, 62, 63),), (False,))
-
-
-# --- which rows -------------------------------------------------------------------------------------------------------
-
-
-def test_completions_of_a_prompt_stand_together_in_the_order_of_the_prompts():
-    out = draw(counting(), [(10,), (99, 20), (30,)], [2, 1, 3], max_new_tokens=2)
-    assert out.ids == ((11, 12), (11, 12), (21, 22), (31, 32), (31, 32), (31, 32))
-    assert len(out) == 6
-
-
-def test_prompts_are_padded_on_the_left_and_the_padding_is_masked():
+def test_it_captures_no_log_probs_and_has_one_stream_for_all_rows_that_the_first_one_starts():
     model = helpers.tiny_llama()
-    seen = watch(model)
-    draw(model, [(5, 6, 7), (2, 8)], [1, 1])  # 2, the padding, is also a token of a prompt
-    assert seen[0]["input_ids"].tolist() == [[5, 6, 7], [2, 2, 8]]
-    assert seen[0]["attention_mask"].tolist() == [[1, 1, 1], [0, 1, 1]]
+    assert draw(model).sampling_logprobs is None
+    first, second = ([(prompt, i) for i in range(6)] for prompt in (0, 9))
+    assert draw(model, row_ids=first) == draw(model, row_ids=first) != draw(model, row_ids=second)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_prompt_in_a_padded_batch_is_completed_as_it_is_alone(name):
-    model = MODELS[name]()
-    together = greedy(model)
-    assert together == tuple(greedy(model, [prompt])[0] for prompt in PROMPTS)
-    # and as the plain forward of the sequence so far says
-    for prompt, completion in zip(PROMPTS, together, strict=True):
-        for t, token in enumerate(completion):
-            with torch.no_grad():
-                assert model(torch.tensor([[*prompt, *completion[:t]]])).logits[0, -1].argmax() == token
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("max_length", "set max_completion_length"), ("temperature", "set temperature"), ("num_beams", "not a sample")],
+)
+def test_what_would_change_what_comes_back_is_refused_with_what_to_set_instead(name, remedy):
+    with pytest.raises(ValueError, match=f"{name}.*{remedy}"):
+        check_extra({name: 2})
 
 
-def test_the_ids_returned_are_the_ids_that_were_sampled_and_fed_back():
-    model = helpers.tiny_llama()
-    seen = watch(model)
-    out = draw(model, max_new_tokens=6, eos_token_ids=())
-    fed = torch.cat([call["input_ids"] for call in seen[1:]], dim=1)  # all but the last are fed back
-    assert [list(ids[:-1]) for ids in out.ids] == fed.tolist()
+def test_a_private_field_is_no_argument():
+    with pytest.raises(ValueError, match="_from_model_config"):
+        check_extra({"_from_model_config": True})
 
 
-def test_no_samples_are_no_completions():
-    assert draw(helpers.tiny_llama(), [(5,), (6,)], [0, 0]).ids == ()
-    assert draw(helpers.tiny_llama(), [], []).ids == ()
-    assert len(draw(helpers.tiny_llama(), [(5,), (6,)], [0, 2])) == 2
-
-
-def test_an_empty_prompt_is_refused():
-    with pytest.raises(ValueError, match="empty prompt"):
-        draw(helpers.tiny_llama(), [(5,), ()], [1, 1])
-    with pytest.raises(ValueError):
-        draw(helpers.tiny_llama(), [(5,), (6,)], [1])
-
-
-# --- how they are drawn -----------------------------------------------------------------------------------------------
-
-
-def test_nothing_comes_from_a_checkpoints_own_generation_config():
-    defaults = {
-        "top_k": 50,
-        "top_p": 0.5,
-        "temperature": 0.1,
-        "repetition_penalty": 3.0,
-        "no_repeat_ngram_size": 1,
-        "min_new_tokens": 4,
-        "suppress_tokens": [20, 21],
-        "eos_token_id": 30,
-        "forced_eos_token_id": 31,
-        "do_sample": False,
-    }
-    model = helpers.tiny_llama(seed=3)
-    plain = draw(model, num_samples=[8] * 3, max_new_tokens=12)
-    model.generation_config = GenerationConfig(**defaults)
-    assert draw(model, num_samples=[8] * 3, max_new_tokens=12) == plain
-
-
-@pytest.mark.parametrize("checkpoint", [{}, {"top_k": 50, "temperature": 0.1, "do_sample": True}])
-def test_the_whole_vocabulary_can_be_drawn(checkpoint):
-    model = nearly_uniform()
-    model.generation_config = GenerationConfig(**checkpoint)
-    out = draw(model, [(5,)], [256], max_new_tokens=16, eos_token_ids=())
-    counts = Counter(token for ids in out.ids for token in ids)
-    # 4096 draws of 1000 tokens: each is missed with probability e^-4.1, so about 983 of them occur
-    assert sum(counts.values()) == 4096 and 950 < len(counts) <= 1000
-
-
-def test_an_adapters_base_keeps_its_generation_config_out_as_well():
-    import peft
-
-    model = nearly_uniform()
-    model.generation_config = GenerationConfig(top_k=2, do_sample=True)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    original = model.generation_config
-    out = draw(adapted, [(5,)], [32], max_new_tokens=4, eos_token_ids=())
-    assert len({token for ids in out.ids for token in ids}) > 50
-    assert model.generation_config is original
-
-
-@pytest.mark.parametrize(("temperature", "share"), [(0.5, 0.982014), (1.0, 0.880797), (2.0, 0.731059), (2, 0.731059)])
-def test_the_temperature_divides_the_logits(temperature, share):
-    # logits 2 and 0 for ids 10 and 11: 1 / (1 + e^(-2 / T)); four standard errors of 2000 draws are at most .04
-    two = torch.full((256,), -1e9).scatter(0, torch.tensor([10, 11]), torch.tensor([2.0, 0.0]))
-    model = with_logits(helpers.tiny_llama(), lambda last: two.expand(len(last), -1))
-    out = draw(model, [(5,)], [500], max_new_tokens=4, temperature=temperature)
-    assert Counter(token for ids in out.ids for token in ids)[10] / 2000 == pytest.approx(share, abs=0.04)
-
-
-@pytest.mark.parametrize("knobs", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}], ids=str)
-def test_each_knob_reaches_the_sampler(knobs):
-    model = helpers.tiny_llama()
-    expected = greedy(model)
-    assert draw(model, num_samples=[1] * 3, **knobs).ids == expected
-    assert draw(model, num_samples=[1] * 3).ids != expected
-
-
-def test_a_repetition_penalty_reaches_the_sampler():
-    model = with_logits(
-        helpers.tiny_llama(), lambda last: torch.zeros(len(last), 256).index_fill(1, torch.arange(9), 20.0)
-    )
-    often = draw(model, [(100,)], [1], max_new_tokens=9, eos_token_ids=())
-    never = draw(model, [(100,)], [1], max_new_tokens=9, eos_token_ids=(), repetition_penalty=100.0)
-    assert len(set(often.ids[0])) < 9 and sorted(never.ids[0]) == list(range(9))
-
-
-def test_an_unknown_extra_argument_is_refused():
-    with pytest.raises((ValueError, TypeError), match="num_beems"):
-        draw(helpers.tiny_llama(), extra={"num_beems": 2})
-
-
-def test_extra_arguments_come_to_every_call_unchanged():
-    extra = {"suppress_tokens": [token for token in range(256) if token != 77]}
-    model = helpers.tiny_llama()
-    generator = HFGenerator(lambda: model)
-    params = sampling(extra=extra)
-    for _ in range(3):
-        assert set(generator.generate([(5,)], [2], params, seed=0).ids) == {(77,) * 5}
-    assert len(extra["suppress_tokens"]) == 255
-
-
-# --- random numbers ---------------------------------------------------------------------------------------------------
-
-
-def test_the_seed_alone_decides():
-    model = helpers.tiny_llama()
-    first = draw(model, seed=7)
-    torch.manual_seed(123)
-    state = torch.get_rng_state()
-    assert draw(model, seed=7) == first
-    assert torch.equal(torch.get_rng_state(), state)
-    assert len({draw(model, seed=seed).ids for seed in (0, 1, 7, 2**31 + 5)}) == 4
-    assert len(set(first.ids)) == 6  # the completions of one prompt differ
-
-
-# --- the policy's own state -------------------------------------------------------------------------------------------
-
-
-def unusual(name):
-    """A policy in the middle of training: dropout on, one part frozen in eval mode, checkpointing on, cache off."""
-    model = MODELS[name](**({"resid_pdrop": 0.5, "embd_pdrop": 0.5} if name == "gpt2" else {"attention_dropout": 0.5}))
-    model.train()
-    model.get_input_embeddings().eval()
-    model.gradient_checkpointing_enable()
-    model.config.use_cache = False
-    model.generation_config = GenerationConfig(top_k=3, temperature=0.5, do_sample=True)
-    return model
-
-
-def state_of(model) -> dict:
-    return {
-        "modes": [module.training for module in model.modules()],
-        "checkpointing": [getattr(module, "gradient_checkpointing", None) for module in model.modules()],
-        "use_cache": model.config.use_cache,
-        "generation config": (id(model.generation_config), model.generation_config.to_dict()),
-        "random state": torch.get_rng_state().tolist(),
-        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "trainable": [p.requires_grad for p in model.parameters()],
-    }
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["returns", "raises"])
-@pytest.mark.parametrize("name", MODELS)
-def test_everything_is_as_before_whether_generation_returns_or_raises(name, fails):
-    model = unusual(name)
-    before = state_of(model)
-    calls = watch(model)
-
-    def fail_late(module, args, kwargs):
-        if len(calls) == 3:
-            raise RuntimeError("out of memory, say")
-
-    if fails:
-        model.register_forward_pre_hook(fail_late, with_kwargs=True)
-    with pytest.raises(RuntimeError, match="out of memory") if fails else contextlib.nullcontext():
-        draw(model, eos_token_ids=())
-    assert len(calls) == (3 if fails else 5)
-    assert state_of(model) == before
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_inside_the_policy_evaluates_without_dropout_checkpointing_or_gradients_and_with_its_cache(name):
-    model = unusual(name)
-    inside: list[dict] = []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: inside.append({**state_of(model), "width": kwargs["input_ids"].shape[1]}),
-        with_kwargs=True,
-    )
-    draw(model, eos_token_ids=())
-    assert [call["width"] for call in inside] == [7, 1, 1, 1, 1]  # the longest prompt, then one token at a time
-    for call in inside:
-        assert not any(call["modes"]) and not any(call["checkpointing"])
-        assert call["use_cache"] is True and call["gradients"][0] is False
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_policy_in_training_mode_says_what_it_says_in_eval_mode(name):
-    assert draw(unusual(name)) == draw(MODELS[name]())
-
-
-def test_the_policy_is_asked_for_anew_each_time():
-    models = [helpers.tiny_llama(seed=1), helpers.tiny_llama(seed=2)]
-    expected = [draw(model).ids for model in models]
-    generator = HFGenerator(lambda: models[0])
-    assert generator.generate(PROMPTS, [2] * 3, sampling(), seed=0).ids == expected[0]
-    models.reverse()
-    assert generator.generate(PROMPTS, [2] * 3, sampling(), seed=0).ids == expected[1]
-
-
-def test_one_autocast_context_covers_the_whole_call():
-    entered = []
-
-    @contextlib.contextmanager
-    def autocast():
-        entered.append(len(calls))
-        with torch.autocast("cpu", torch.bfloat16):
-            yield
-
-    model = helpers.tiny_llama()
-    calls = watch(model)
-    dtypes = []
-    model.register_forward_hook(lambda module, args, out: dtypes.append(out.logits.dtype))
-    HFGenerator(lambda: model, autocast).generate(PROMPTS, [1] * 3, sampling(eos_token_ids=()), seed=0)
-    assert entered == [0] and len(calls) == 5
-    assert set(dtypes) == {torch.bfloat16}
+def test_greedy_decoding_asks_for_nothing_that_only_sampling_uses(caplog):
+    config = generation_config(sampling(temperature=0.0, top_k=5, top_p=0.5, min_p=0.1))
+    assert (config.do_sample, config.top_k, config.top_p, config.min_p) == (False, None, None, None)
+    config = generation_config(sampling(temperature=1, top_k=5))
+    assert (config.do_sample, config.temperature, config.top_k) == (True, 1.0, 5)

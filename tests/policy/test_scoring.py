@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from grpo_trainer.policy.scoring import completion_logprobs
+from grpo_trainer.policy import scoring
+from grpo_trainer.policy.scoring import check_packing, completion_logprobs
 from grpo_trainer.types import RolloutBatch
 from tests import helpers
 
@@ -19,6 +20,14 @@ ROWS = [(0, (20, 21)), (0, (22, 23, 24, 25, 1)), (1, (26,)), (1, ()), (2, (27, 2
 @pytest.fixture(params=MODELS)
 def model(request):
     return MODELS[request.param]()
+
+
+@pytest.fixture(params=["packed", "padded"])
+def layout(request, monkeypatch):
+    """Either of the two ways, whatever the model could take."""
+    if request.param == "padded":
+        monkeypatch.setattr(scoring, "why_padded", lambda model: "the test says so")
+    return request.param
 
 
 def batch_of(rows=ROWS) -> RolloutBatch:
@@ -83,7 +92,7 @@ class Wrapper(nn.Module):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_a_row_in_a_padded_batch_is_the_row_alone_and_the_plain_forward(model, temperature):
+def test_a_row_in_a_batch_is_the_row_alone_and_the_plain_forward(model, temperature, layout):
     scores = completion_logprobs(model, batch_of(), temperature=temperature, with_entropy=True)
     assert scores.logprobs.shape == scores.entropy.shape == (6, 5)
     for i, (p, completion) in enumerate(ROWS):
@@ -111,7 +120,7 @@ def test_a_compiled_model_has_the_same_values(model):
     assert torch.allclose(got, expected, atol=1e-5)
 
 
-def test_an_adapter_that_is_still_zero_has_the_values_of_its_base(model):
+def test_an_adapter_that_is_still_zero_has_the_values_of_its_base(model, layout):
     import peft
 
     expected = completion_logprobs(model, batch_of()).logprobs
@@ -142,7 +151,7 @@ def test_a_model_that_takes_any_argument_is_given_the_positions(model):
     assert torch.allclose(completion_logprobs(Anything(), batch_of()).logprobs, expected, atol=1e-5)
 
 
-def test_a_token_depends_on_those_before_it_alone(model):
+def test_a_token_depends_on_those_before_it_alone(model, layout):
     before = completion_logprobs(model, batch_of([(0, (20, 21, 22, 23))])).logprobs[0]
     after = completion_logprobs(model, batch_of([(0, (20, 21, 99, 23))])).logprobs[0]
     assert torch.equal(before[:2], after[:2])
@@ -151,7 +160,7 @@ def test_a_token_depends_on_those_before_it_alone(model):
     assert (before != other).all()  # the prompt matters from the first token on
 
 
-def test_uniform_predictions_have_entropy_log_v_whatever_the_padding():
+def test_uniform_predictions_have_entropy_log_v_whatever_the_padding(layout):
     model = helpers.tiny_llama(vocab_size=40)
     nn.init.zeros_(model.lm_head.weight)
     scores = completion_logprobs(model, batch_of(), with_entropy=True, temperature=0.5)
@@ -161,7 +170,7 @@ def test_uniform_predictions_have_entropy_log_v_whatever_the_padding():
     assert not scores.entropy[~real].any()
 
 
-def test_credit_does_not_decide_what_is_scored(model):
+def test_credit_does_not_decide_what_is_scored(model, layout):
     import dataclasses
 
     batch = batch_of()
@@ -172,7 +181,8 @@ def test_credit_does_not_decide_what_is_scored(model):
 # --- precision --------------------------------------------------------------------------------------------------------
 
 
-def test_under_autocast_the_log_softmax_is_float32(model):
+def test_under_autocast_the_log_softmax_of_padded_rows_is_float32(model, monkeypatch):
+    monkeypatch.setattr(scoring, "why_padded", lambda model: "the test says so")
     seen = []
     model.register_forward_hook(lambda module, args, out: seen.append(out.logits.detach()))
     with torch.autocast("cpu", torch.bfloat16):
@@ -196,21 +206,21 @@ def gradient(model, *batches) -> torch.Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def test_the_gradient_of_a_batch_is_that_of_its_rows(model):
+def test_the_gradient_of_a_batch_is_that_of_its_rows(model, layout):
     whole = gradient(model, batch_of())
     assert whole.isfinite().all() and whole.norm() > 0
     apart = gradient(model, *[batch_of([row]) for row in ROWS if row[1]])
     assert torch.allclose(whole, apart, rtol=1e-4, atol=1e-5)
 
 
-def test_gradient_checkpointing_changes_no_gradient(model):
+def test_gradient_checkpointing_changes_no_gradient(model, layout):
     plain = gradient(model, batch_of())
     model.train()  # checkpointing is on in training mode only; the tiny models have no dropout
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     assert torch.allclose(gradient(model, batch_of()), plain, rtol=1e-5, atol=1e-6)
 
 
-def test_entropy_is_given_on_request_and_without_gradient(model):
+def test_entropy_is_given_on_request_and_without_gradient(model, layout):
     assert completion_logprobs(model, batch_of()).entropy is None
     scores = completion_logprobs(model, batch_of(), with_entropy=True)
     assert scores.logprobs.requires_grad and not scores.entropy.requires_grad
@@ -218,14 +228,15 @@ def test_entropy_is_given_on_request_and_without_gradient(model):
         assert not completion_logprobs(model, batch_of()).logprobs.requires_grad
 
 
-def test_a_batch_of_empty_completions_is_a_zero_that_reaches_every_weight(model):
+def test_a_batch_of_empty_completions_is_a_zero_that_reaches_every_weight(model, layout):
     scores = completion_logprobs(model, batch_of([(0, ()), (1, ())]), with_entropy=True)
     assert scores.logprobs.shape == scores.entropy.shape == (2, 0)
     scores.logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_only_the_logits_of_the_completion_are_asked_for_and_no_cache(model):
+def test_padded_only_the_logits_of_the_completion_are_asked_for_and_no_cache(model, monkeypatch):
+    monkeypatch.setattr(scoring, "why_padded", lambda model: "the test says so")
     seen = {}
     model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
     completion_logprobs(model, batch_of())
@@ -237,8 +248,81 @@ def test_only_the_logits_of_the_completion_are_asked_for_and_no_cache(model):
     assert seen["input_ids"][4, 8:13].tolist() == [17, 27, 28, 29, 30]
 
 
+def test_packed_every_prompt_is_computed_once_and_the_head_sees_no_more_than_it_must(model):
+    seen, products = {}, []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    model.lm_head.register_forward_pre_hook(lambda module, args: products.append(args[0].shape))
+    completion_logprobs(model, batch_of())
+    # rows 0 and 1 of prompt 0, row 2 of prompt 1 (row 3 is empty), rows 4 and 5 of prompt 2, each without its last token
+    assert seen["input_ids"].tolist() == [[5, 6, 7, 20, 22, 23, 24, 25, *range(8, 17), 17, 27, 28, 29]]
+    assert seen["position_ids"][0, :8].tolist() == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert seen["use_cache"] is False
+    # 13 tokens are scored; the ends of prompts 0 and 2 predict two of them each
+    assert products[-1] == (1, 13 - 2, 64)  # before, a single token to ask the model what it does with its logits
+
+
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_of_the_model_is_left_to_the_caller(model, training):
+def test_the_mode_of_the_model_is_left_to_the_caller(model, training, layout):
     model.train(training)
     completion_logprobs(model, batch_of())
     assert all(module.training is training for module in model.modules())
+
+
+def test_equal_weights_give_equal_bits_with_and_without_a_gradient(model, layout):
+    """Old and reference passes run without a gradient and without entropies, and the ratio has to be exactly 1."""
+    for precision in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
+            with torch.no_grad():
+                old = completion_logprobs(model, batch_of(), temperature=0.7).logprobs
+            model.train()
+            new = completion_logprobs(model, batch_of(), temperature=0.7, with_entropy=True).logprobs
+            model.eval()
+        assert torch.equal(old, new) and new.requires_grad
+
+
+# --- words and checks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(monkeypatch):
+    words = []
+    monkeypatch.setattr(scoring, "_said", set())
+    monkeypatch.setattr(scoring.logger, "warning", words.append)
+    return words
+
+
+def test_why_rows_are_padded_is_said_once(said):
+    model = helpers.tiny_llama()
+    completion_logprobs(model, batch_of())
+    assert said == []
+    for _ in range(2):
+        completion_logprobs(Plain(model), batch_of())
+    assert len(said) == 1
+    assert said[0].startswith("Plain computes each prompt once per completion, padded, because Plain is not a model of")
+
+
+def test_the_check_passes_on_a_sound_model_and_changes_nothing(model):
+    model.train()
+    check_packing(model, batch_of(), temperature=0.6)
+    check_packing(model, batch_of([(0, ()), (1, ())]))
+    check_packing(model.bfloat16(), batch_of())
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_check_finds_a_token_that_sees_too_much(model, monkeypatch):
+    from grpo_trainer.policy import attention
+
+    plan = attention.make_plan
+
+    def leaky(groups, **kwargs):
+        tiles = [tile._replace(hidden=torch.zeros_like(tile.hidden)) for tile in plan(groups, **kwargs).tiles]
+        return attention.Plan(tuple(tiles))
+
+    monkeypatch.setattr(attention, "make_plan", leaky)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="differ by .* nats .*never_pack"):
+        check_packing(model, batch_of())
+
+
+def test_the_check_has_nothing_to_say_about_a_model_that_is_padded():
+    check_packing(Plain(helpers.tiny_llama()), batch_of())

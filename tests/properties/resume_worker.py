@@ -25,7 +25,7 @@ from peft import LoraConfig
 
 import grpo_trainer.checkpoint
 from grpo_trainer import GRPOConfig, GRPOTrainer
-from grpo_trainer.generation.hf import HFGenerator
+from grpo_trainer.generation.engines import AutoGenerator
 from tests.helpers import tiny_llama, tiny_tokenizer
 
 COMMON: dict[str, Any] = dict(
@@ -88,7 +88,7 @@ def run(job: dict[str, Any], rank: int) -> None:
     switch.wrap(torch, "save", 1)
     switch.wrap(safetensors.torch, "save_file", 1)
     switch.wrap(transformers.modeling_utils, "safe_save_file", 1)
-    for owner, name in [(grpo_trainer.checkpoint.os, "rename"), (HFGenerator, "generate")]:
+    for owner, name in [(grpo_trainer.checkpoint.os, "rename"), (AutoGenerator, "generate")]:
         switch.wrap(owner, name)
 
     def reward(prompts, completions, completion_ids, trainer_state, **kwargs):

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
+import signal
 import threading
 from fractions import Fraction
 
@@ -159,6 +161,27 @@ def test_what_a_coroutine_raises_comes_through_with_its_name(running):
     with pytest.raises(KeyError, match="nothing here") as caught:
         asyncio.run(notebook_cell()) if running else score(broken)
     assert caught.value.__notes__ == ["raised by reward function 'broken', while it scored 4 completions"]
+
+
+def test_an_interrupted_coroutine_does_not_go_on_behind_the_notebooks_back():
+    ended = []
+
+    async def slow(completions, **kwargs):
+        try:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            ended.append("slow")
+
+    async def notebook_cell():
+        return score(slow)
+
+    before = threading.active_count()
+    loop = asyncio.new_event_loop()  # asyncio.run would turn the signal into a cancellation of its own
+    with contextlib.closing(loop), pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(notebook_cell())
+    assert ended == ["slow"]
+    assert threading.active_count() == before
 
 
 # --- what it may return -----------------------------------------------------------------------------------------------

@@ -1,0 +1,389 @@
+"""Attention over a packed stream: each token sees its prompt and the part of its own completion before it.
+
+The stream is cut into tiles of queries. All queries of a tile share one prompt, which none of them has to be shown
+twice, so a tile is a few ordinary matrix products: its queries against ``[prompt, own]``::
+
+                     keys   P P P P  a a a  b b
+     tile of prompt    P    x
+                       P    x x
+                       P    x x x
+                       P    x x x x
+     tile of           a    x x x x  x
+     completions       a    x x x x  x x
+                       a    x x x x  x x x
+                       b    x x x x         x
+                       b    x x x x         x x
+
+Scores and softmax are float32.
+
+The model's own code runs unchanged: it finds this function, under the name ``grpo_packed``, where it finds every other
+attention, and what it passes around as its attention mask is the plan of the tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from grpo_trainer.policy.packing import Group
+
+NAME = "grpo_packed"
+TILE = 64
+"""Most queries of a tile. Larger ones compute more scores that the mask hides; smaller ones are more calls."""
+KEEP = 4
+"""The attention weights of a layer are kept for the backward pass if they are at most so many times the queries, a small
+part of what the layer keeps anyway; else they are computed again, which costs a third of the pass."""
+
+
+Span = tuple[int, int]
+"""First position in the stream, and one past the last."""
+
+
+class Tile(NamedTuple):
+    """Queries that are computed together.
+
+    Attributes:
+        first: position in the stream of the first query.
+        end: one past the last query.
+        prompt: the keys of the prompt that are not among their own; empty for a tile of the prompt.
+        own: first key of the queries' own segments; the tile's keys are those of the prompt, then ``own`` to ``end``.
+        free: how many of the leading keys every query sees.
+        hidden: (end - first, keys - free) bool, True where a query does not see a key.
+    """
+
+    first: int
+    end: int
+    prompt: Span
+    own: int
+    free: int
+    hidden: Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The tiles of a stream for one kind of layer; what a layer is handed as its attention mask."""
+
+    tiles: tuple[Tile, ...]
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that are computed."""
+        return sum((t.end - t.first) * (t.prompt[1] - t.prompt[0] + t.end - t.own) for t in self.tiles)
+
+
+def make_plan(groups: Sequence[Group], *, window: int | None = None, device: torch.device | str = "cpu") -> Plan:
+    """The tiles of a stream.
+
+    Args:
+        groups: where prompts and completions lie.
+        window: a token sees those less than this many positions before it, and itself; None: no limit.
+        device: where the masks are to be.
+
+    Returns:
+        The plan.
+
+    Example:
+        >>> (prompt, completions) = make_plan([Group(0, 2, (1, 2))]).tiles
+        >>> (~prompt.hidden).int().tolist()
+        [[1, 0], [1, 1]]
+        >>> completions.free, (~completions.hidden).int().tolist()
+        (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]])
+    """
+    tiles = []
+    for group in groups:
+        prompt = (group.start, group.start + group.prompt)
+        tiles += [_tile(span, (prompt[0], prompt[0]), [prompt], window) for span in _spans([prompt])]
+        segments, first = [], prompt[1]
+        for tokens in group.completions:
+            segments.append((first, first + tokens))
+            first += tokens
+        tiles += [_tile(span, prompt, segments, window) for span in _spans(segments)]
+    return Plan(tuple(tile._replace(hidden=tile.hidden.to(device)) for tile in tiles))
+
+
+def _spans(segments: Sequence[Span]) -> list[Span]:
+    """Adjacent segments cut into spans of at most ``TILE``: small ones together, long ones in even pieces."""
+    spans: list[Span] = []
+    for first, end in segments:
+        if spans and end - spans[-1][0] <= TILE:
+            spans[-1] = (spans[-1][0], end)
+            continue
+        pieces = math.ceil((end - first) / TILE)
+        cuts = [first + (end - first) * i // pieces for i in range(pieces + 1)] if pieces else []
+        spans += itertools.pairwise(cuts)
+    return spans
+
+
+def _tile(span: Span, prompt: Span, segments: Sequence[Span], window: int | None) -> Tile:
+    """The tile of a span of queries, which may begin inside a segment and end inside another."""
+    first, end = span
+    starts = [a for a, b in segments if a < end and b > first]
+    own = starts[0] if window is None else max(starts[0], first - window + 1)
+    stream = torch.arange(own, end)  # its own keys; the last end - first of them are the queries too
+    segment = torch.bucketize(stream, torch.tensor(starts), right=True) - 1
+    position = stream - torch.tensor(starts)[segment]  # within the segment
+    query = slice(first - own, end - own)
+    seen = (segment[query, None] == segment) & (position[query, None] >= position)
+    if window is None:
+        return Tile(first, end, prompt, own, prompt[1] - prompt[0], ~seen)
+    seen &= position[query, None] - position < window
+    # the prompt's last token is one position before a segment's first
+    reach = min(prompt[1] - prompt[0], max(window - 1 - int(position[query].min()), 0))
+    before = torch.arange(reach, 0, -1)
+    seen = torch.cat([position[query, None] + before < window, seen], dim=1)
+    return Tile(first, end, (prompt[1] - reach, prompt[1]), own, 0, ~seen)
+
+
+# --- the function -----------------------------------------------------------------------------------------------------
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Attention of a stream of L tokens, H heads of D numbers, K of them for keys and values, R = H / K.
+
+    ``p = softmax([cap(scaling · q kᵀ), sink])``; ``out = p v``, the sink's share dropped.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,  # (K, L, R, D)
+        k: Tensor,  # (K, L, D)
+        v: Tensor,  # (K, L, E)
+        sink: Tensor | None,  # (K, R)
+        plan: Plan,
+        scaling: float,
+        softcap: float | None,
+    ) -> Tensor:
+        weights = _Weights(q, k, sink, scaling, softcap)
+        keep = softcap is None and sink is None and plan.pairs * q.shape[2] <= KEEP * q[0].numel()
+        kept = []
+        out = v.new_empty(*q.shape[:-1], v.shape[-1])  # (K, L, R, E)
+        for tile in plan.tiles:
+            p = weights(tile)[0].to(v.dtype)
+            torch.bmm(p, _keys(v, tile), out=_rows(out, tile))
+            if keep:
+                kept.append(p)
+        ctx.save_for_backward(q, k, v, sink, *kept)
+        ctx.plan, ctx.scaling, ctx.softcap = plan, scaling, softcap
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sink, *kept = ctx.saved_tensors
+        heads, _, ratio, _ = q.shape
+        grad = grads[0].to(v.dtype).contiguous()  # (K, L, R, E)
+        weights = None if kept else _Weights(q, k, sink, ctx.scaling, ctx.softcap)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dsink = None if sink is None else torch.zeros_like(sink)
+        for i, tile in enumerate(ctx.plan.tiles):
+            p, slope, psink = weights(tile) if weights is not None else (kept[i], None, None)
+            p, g = p.to(v.dtype), _rows(grad, tile)
+            _add(dv, tile, torch.bmm(p.transpose(1, 2), g))
+            dp = torch.bmm(g, _keys(v, tile).transpose(1, 2))  # (K, n R, keys)
+            if dsink is not None:
+                share = (dp * p).sum(dim=-1) * psink  # (K, n R)
+                dsink -= share.view(heads, -1, ratio).sum(dim=1)
+            ds = torch._softmax_backward_data(dp, p, -1, v.dtype)
+            if slope is not None:
+                ds = ds.mul_(slope)
+            torch.bmm(ds, _keys(k, tile), out=_rows(dq, tile))
+            _add(dk, tile, torch.bmm(ds.transpose(1, 2), _rows(q, tile)))
+        return dq.mul_(ctx.scaling), dk.mul_(ctx.scaling), dv, dsink, None, None, None
+
+
+class _Weights:
+    """What each query gives to each key, tile by tile, in float32 or wider."""
+
+    def __init__(self, q: Tensor, k: Tensor, sink: Tensor | None, scaling: float, softcap: float | None) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self._q, self._k, self._softcap = q.to(wide) * scaling, k.to(wide), softcap
+        self._sink = None if sink is None else sink.to(wide)
+
+    def __call__(self, tile: Tile) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """(K, n R, keys); the slope of the softcap at each score; the sink's share (K, n R)."""
+        scores = torch.bmm(_rows(self._q, tile), _keys(self._k, tile).transpose(1, 2))
+        slope = None
+        if self._softcap is not None:
+            tanh = scores.div_(self._softcap).tanh_()
+            slope = 1 - tanh * tanh
+            scores = tanh.mul_(self._softcap)
+        heads, _, ratio, _ = self._q.shape
+        by_query = scores.view(heads, -1, ratio, scores.shape[-1])
+        by_query[..., tile.free :].masked_fill_(tile.hidden[:, None], -torch.inf)
+        if self._sink is None:
+            return torch.softmax(scores, dim=-1), slope, None
+        sink = self._sink[:, None].expand(heads, tile.end - tile.first, ratio).reshape(heads, -1, 1)
+        p = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)
+        return p[..., :-1], slope, p[..., -1]
+
+
+def _rows(x: Tensor, tile: Tile) -> Tensor:
+    """The tile's part of (K, L, R, D) as a view (K, n R, D)."""
+    return x[:, tile.first : tile.end].flatten(1, 2)
+
+
+def _keys(x: Tensor, tile: Tile) -> Tensor:
+    """The tile's part of (K, L, D): prompt and own, without a copy where they are neighbours."""
+    start, end = tile.prompt
+    if start == end:
+        return x[:, tile.own : tile.end]
+    if end == tile.own:
+        return x[:, start : tile.end]
+    return torch.cat([x[:, start:end], x[:, tile.own : tile.end]], dim=1)
+
+
+def _add(total: Tensor, tile: Tile, part: Tensor) -> None:
+    """The reverse of ``_keys``: adds (K, keys, D) to (K, L, D)."""
+    start, end = tile.prompt
+    total[:, start:end] += part[:, : end - start]
+    total[:, tile.own : tile.end] += part[:, end - start :]
+
+
+def tiled_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Plan,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    """Attention of a packed stream.
+
+    Args:
+        q: (1, H, L, D).
+        k: (1, K, L, D), H a multiple of K: query head h reads key head ``h // (H / K)``.
+        v: (1, K, L, E).
+        plan: the tiles.
+        scaling: factor of the scores; None takes ``1 / sqrt(D)``.
+        softcap: scores are ``softcap · tanh(score / softcap)``; None leaves them.
+        sink: (H,) a score for each head that takes its share of the softmax and has no value.
+
+    Returns:
+        (1, L, H, E), in the dtype of autocast where it is on.
+    """
+    _, heads, length, size = q.shape
+    groups = k.shape[1]
+    device = q.device.type
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else q.dtype
+    scaling = size**-0.5 if scaling is None else scaling
+    with torch.autocast(device, enabled=False):
+        out = _TiledAttention.apply(
+            _compact(q[0].view(groups, heads // groups, length, size).transpose(1, 2), low),
+            _compact(k[0], low),
+            _compact(v[0], low),
+            None if sink is None else sink.view(groups, -1),
+            plan,
+            scaling,
+            softcap,
+        )
+    return out.transpose(0, 1).reshape(1, length, heads, v.shape[-1]).contiguous()
+
+
+def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype`` and contiguous, in one pass."""
+    return x.to(dtype, memory_format=torch.contiguous_format) if x.dtype != dtype else x.contiguous()
+
+
+# --- what the model calls ---------------------------------------------------------------------------------------------
+
+_groups: ContextVar[Sequence[Group]] = ContextVar("groups of the packed stream")
+
+
+def _layer_plan(*, device: torch.device, local_size: int | None = None, **_: Any) -> Plan:
+    """What transformers calls for the attention mask of a kind of layer; ``local_size`` is its sliding window."""
+    return make_plan(_groups.get(), window=local_size, device=device)
+
+
+def _layer_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Plan,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What a layer calls for its attention."""
+    if not isinstance(attention_mask, Plan) or dropout or position_bias is not None:
+        raise RuntimeError(
+            f"{type(module).__name__} asks for an attention that the packed pass does not have (mask: "
+            f"{type(attention_mask).__name__}, dropout: {dropout}, position bias: {position_bias is not None})"
+        )
+    return tiled_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sink=s_aux), None
+
+
+AttentionInterface.register(NAME, _layer_attention)
+AttentionMaskInterface.register(NAME, _layer_plan)
+
+
+@contextlib.contextmanager
+def packed_attention(model: nn.Module, groups: Sequence[Group]) -> Iterator[None]:
+    """Inside, the model's attention is that of a packed stream; afterwards it is as before, also after an exception.
+
+    What gradient checkpointing computes again, in the backward pass and so outside, is packed too.
+
+    Args:
+        model: the model, with its wrappers.
+        groups: where prompts and completions lie in the stream.
+    """
+    configs = list({id(c): c for m in model.modules() if (c := _config_with_attention(m)) is not None}.values())
+    checkpointed = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
+    functions = [vars(m)["_gradient_checkpointing_func"] for m in checkpointed]
+    token = _groups.set(groups)
+    try:
+        for module, function in zip(checkpointed, functions, strict=True):
+            vars(module)["_gradient_checkpointing_func"] = _checkpoint(function, configs)
+        with _implementation(configs):
+            yield
+    finally:
+        for module, function in zip(checkpointed, functions, strict=True):
+            vars(module)["_gradient_checkpointing_func"] = function
+        _groups.reset(token)
+
+
+def _config_with_attention(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    return config if hasattr(config, "_attn_implementation") else None
+
+
+@contextlib.contextmanager
+def _implementation(configs: Sequence[Any]) -> Iterator[None]:
+    """Our name for the attention, in every configuration."""
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = NAME
+        yield
+    finally:
+        for config, name in zip(configs, before, strict=True):
+            config._attn_implementation = name
+
+
+def _checkpoint(checkpoint: Callable, configs: Sequence[Any]) -> Callable:
+    """A checkpointing function whose recomputation finds our attention."""
+
+    def run_packed(run: Callable, *args: Any, **kwargs: Any) -> Any:
+        def inside(*a: Any, **k: Any) -> Any:
+            with _implementation(configs):
+                return run(*a, **k)
+
+        return checkpoint(inside, *args, **kwargs)
+
+    return run_packed
