@@ -14,6 +14,7 @@ from grpo_trainer.data import OVERLONG_PROMPTS
 from grpo_trainer.generation.base import ENGINES
 from grpo_trainer.not_yet import NotYet
 from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
+from grpo_trainer.policy.packing import VERIFY_PACKING
 from grpo_trainer.registry import suggest
 from grpo_trainer.runtime import cpu_has_fast_bf16
 from grpo_trainer.sampler import BatchPlan
@@ -166,6 +167,14 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads on a CPU; None takes the cores that this process may use."}
     )
+    verify_packing: str = field(
+        default="first_step",
+        metadata={
+            "help": "When packed rows are compared with padded ones on the model and data of the run: "
+            + "; ".join(f"{name}: {what}" for name, what in VERIFY_PACKING.items())
+            + "."
+        },
+    )
     max_prompt_length: int | None = field(
         default=None, metadata={"help": "Most tokens of a prompt, all special tokens included; None sets no limit."}
     )
@@ -264,6 +273,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             ("scale_rewards", SCALE_REWARDS),
             ("overlong_prompts", OVERLONG_PROMPTS),
             ("generation_engine", ENGINES),
+            ("verify_packing", VERIFY_PACKING),
         ):
             value = getattr(self, name)
             if not isinstance(value, str) or value not in legal:

@@ -41,7 +41,7 @@ from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_poli
 from grpo_trainer.metrics import MetricStore
 from grpo_trainer.objective import masked_sum
 from grpo_trainer.policy.reference import make_reference
-from grpo_trainer.policy.scoring import completion_logprobs
+from grpo_trainer.policy.scoring import check_packing, completion_logprobs
 from grpo_trainer.reports.first_prompt import FirstPrompt
 from grpo_trainer.resumable import ResumableTrainer
 from grpo_trainer.rewards.base import RewardSet
@@ -179,6 +179,7 @@ class GRPOTrainer(ResumableTrainer):
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
+        self._verify_packing: str = args.verify_packing
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
@@ -362,6 +363,9 @@ class GRPOTrainer(ResumableTrainer):
             The loss, (): its sum over micro-batches, averaged over processes, is the objective of the step.
         """
         batch = inputs["batch"]
+        if self._verify_packing != "never":
+            check_packing(model, batch, temperature=self.args.temperature)
+            self._verify_packing = "always" if self._verify_packing == "always" else "never"
         scores = completion_logprobs(model, batch, temperature=self.args.temperature, with_entropy=True)
         total, stats = self.objective(scores.logprobs, batch)
         if num_items_in_batch is None:

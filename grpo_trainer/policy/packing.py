@@ -22,6 +22,13 @@ from torch import Tensor
 
 from grpo_trainer.types import RolloutBatch
 
+VERIFY_PACKING = {
+    "first_step": "once, before the first micro-batch is trained on",
+    "never": "not at all",
+    "always": "before every micro-batch, which costs time",
+}
+"""When packed rows are compared with padded ones, by name."""
+
 
 class Group(NamedTuple):
     """A prompt and its completions in the stream.

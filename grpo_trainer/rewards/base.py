@@ -278,14 +278,14 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
             outcome["error"] = error
 
     thread = threading.Thread(target=work, name="rewards")
-    thread.start()
     try:
+        thread.start()
         thread.join()
     except BaseException:  # Ctrl-C: what went on behind the notebook's back would meet the next run
         if begun.wait(timeout=1):
             with contextlib.suppress(RuntimeError):  # it has just ended by itself
                 outcome["cancel"]()
-        thread.join()
+            thread.join()
         raise
     if "error" in outcome:
         raise outcome["error"]

@@ -262,3 +262,49 @@ def test_training_again_is_as_new_also_after_an_interruption_anywhere(tmp_path, 
     assert completions_of(trainer) == completions
     torch.testing.assert_close(weights_of(trainer), last, rtol=0, atol=0)
     assert state_of(trainer) == state
+
+
+# --- in a kernel, with transformers' own progress --------------------------------------------------------------------
+
+MAKE = """
+import asyncio, signal, threading
+from datasets import Dataset
+from grpo_trainer import GRPOConfig, GRPOTrainer
+from tests.helpers import tiny_llama, tiny_tokenizer
+
+interrupt = False
+
+async def judge(completions, trainer_state, **kwargs):
+    if interrupt and trainer_state.global_step == 2:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # what the stop button sends
+        await asyncio.sleep(600)
+    return [float(sum(map(ord, c)) % 7) for c in completions]
+
+rows = Dataset.from_list([{"prompt": text} for text in ("one", "two", "three")])
+config = GRPOConfig(
+    OUT, per_device_train_batch_size=4, num_generations=4, max_completion_length=4, max_steps=4, logging_steps=1,
+    use_cpu=True, bf16=False, save_strategy="no", report_to="none", log_completions=True, eval_strategy="steps",
+    eval_steps=2,
+)
+trainer = GRPOTrainer(tiny_llama(), judge, config, rows, rows, processing_class=tiny_tokenizer())
+"""
+
+
+@pytest.mark.slow
+def test_a_cell_with_transformers_own_progress_is_interrupted_and_run_again(tmp_path):
+    sources = [
+        f"OUT = {str(tmp_path / 'out')!r}" + MAKE,
+        "trainer.train();",
+        "interrupt = True\ntrainer.train();",
+        "interrupt = False\ntrainer.train(); trainer.train();",
+        "assert 'rewards' not in [thread.name for thread in threading.enumerate()]",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    resources = {"metadata": {"path": str(ROOT)}}
+    nbclient.NotebookClient(notebook, timeout=300, allow_errors=True, resources=resources).execute()
+    outputs = [cell.outputs for cell in notebook.cells]
+    errors = [[o.ename for o in out if o.output_type == "error"] for out in outputs]
+    assert errors == [[], [], ["KeyboardInterrupt"], [], []]
+    pages = ["".join(bundles(out, "text/html")) for out in outputs]
+    assert [re.findall(r"\[(\d/\d) [^]]*\]", page) for page in pages[1:4]] == [["4/4"], ["2/4"], ["4/4", "4/4"]]
+    assert [page.count("<caption") for page in pages] == [0, 1, 1, 2, 0]  # the completions, replaced where they stand
