@@ -13,6 +13,7 @@ last token of the prompt, which all completions of the group share.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -111,53 +112,71 @@ def pack(batch: RolloutBatch, *, keep_last: bool = False) -> Packed:
     """
     if not len(batch):
         raise ValueError("a micro-batch without rows cannot be scored: it takes at least one completion")
-    width = batch.completion_ids.shape[1]
-    rows_of: dict[int, list[int]] = {}
-    for row, prompt in enumerate(batch.prompt_of_row):
-        if batch.lengths[row]:
-            rows_of.setdefault(prompt, []).append(row)
-    rows_of = rows_of or {batch.prompt_of_row[0]: []}
-    # every token of the stream comes from one long list: all prompts, then the flattened completions
-    offsets, total = [], 0
-    for ids in batch.prompt_ids:
-        offsets.append(total)
-        total += len(ids)
-
-    source: list[int] = []
-    position: list[int] = []
-    groups: list[Group] = []
-    predicted: list[tuple[int, int]] = []  # (position in the stream, cell) of each scored token
-    for prompt, rows in rows_of.items():
-        start, size = len(source), len(batch.prompt_ids[prompt])
-        source += range(offsets[prompt], offsets[prompt] + size)
-        position += range(size)
-        kept = []
-        for row in rows:
-            first, tokens = len(source), batch.lengths[row]
-            stay = tokens if keep_last else tokens - 1
-            source += range(total + row * width, total + row * width + stay)
-            position += range(size, size + stay)
-            predicted.append((start + size - 1, row * width))
-            predicted += [(first + t - 1, row * width + t) for t in range(1, tokens)]
-            kept.append(stay)
-        groups.append(Group(start, size, tuple(kept)))
-    predicted.sort()
-    predictors = list(dict.fromkeys(p for p, _ in predicted))
-    place = {p: i for i, p in enumerate(predictors)}
-    parts = [source, position, predictors, [place[p] for p, _ in predicted], [cell for _, cell in predicted]]
-
+    indices, groups = _plan(batch, keep_last)
     device = batch.completion_ids.device
-    flat = torch.tensor([index for part in parts for index in part], dtype=torch.long)
+    flat = torch.tensor([index for part in indices for index in part], dtype=torch.long)
     if device.type == "cuda":  # from pinned memory the copy waits for nothing
         flat = flat.pin_memory()
-    where, positions, at, places, cells = flat.to(device, non_blocking=True).split([len(part) for part in parts])
+    parts = flat.to(device, non_blocking=True).split([len(part) for part in indices])
+    source, position, predictors, places, cells = parts
     completions = batch.completion_ids.flatten()
     return Packed(
-        input_ids=torch.cat([*batch.prompt_ids, completions])[where][None],
-        position_ids=positions[None],
-        groups=tuple(groups),
-        predictors=at,
+        input_ids=torch.cat([*batch.prompt_ids, completions])[source][None],
+        position_ids=position[None],
+        groups=groups,
+        predictors=predictors,
         places=places,
         targets=completions[cells],
         cells=cells,
     )
+
+
+class _Indices(NamedTuple):
+    """Host numbers: of each stream token its place among all prompts and completions, and its position; the rest as in
+    ``Packed``.
+    """
+
+    source: list[int]
+    position: list[int]
+    predictors: list[int]
+    places: list[int]
+    cells: list[int]
+
+
+def _plan(batch: RolloutBatch, keep_last: bool) -> tuple[_Indices, tuple[Group, ...]]:
+    """Where everything comes from and goes."""
+    width = batch.completion_ids.shape[1]
+    sizes = [len(ids) for ids in batch.prompt_ids]
+    offsets = list(itertools.accumulate(sizes, initial=0))  # all prompts, then the completions, flattened
+    source: list[int] = []
+    position: list[int] = []
+    groups: list[Group] = []
+    predicted: list[tuple[int, int]] = []  # of each scored token the stream's place before it, and its cell
+    for prompt, rows in _rows_by_prompt(batch).items():
+        start, size = len(source), sizes[prompt]
+        source += range(offsets[prompt], offsets[prompt] + size)
+        position += range(size)
+        kept = []
+        for row in rows:
+            first, cell, tokens = len(source), row * width, batch.lengths[row]
+            kept.append(tokens if keep_last else tokens - 1)
+            source += range(offsets[-1] + cell, offsets[-1] + cell + kept[-1])
+            position += range(size, size + kept[-1])
+            predicted.append((start + size - 1, cell))
+            predicted += zip(range(first, first + tokens - 1), range(cell + 1, cell + tokens), strict=True)
+        groups.append(Group(start, size, tuple(kept)))
+    predicted.sort()
+    place = {at: i for i, at in enumerate(dict.fromkeys(at for at, _ in predicted))}
+    return (
+        _Indices(source, position, list(place), [place[at] for at, _ in predicted], [cell for _, cell in predicted]),
+        tuple(groups),
+    )
+
+
+def _rows_by_prompt(batch: RolloutBatch) -> dict[int, list[int]]:
+    """The rows that have a token, by prompt; if there are none, one prompt without rows."""
+    rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(batch.prompt_of_row):
+        if batch.lengths[row]:
+            rows.setdefault(prompt, []).append(row)
+    return rows or {batch.prompt_of_row[0]: []}

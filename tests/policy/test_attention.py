@@ -102,8 +102,10 @@ def gradients(out, weight, inputs):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tile", [64, 3])
-def test_it_is_the_attention_of_each_row_on_its_own(kind, tile, monkeypatch):
+@pytest.mark.parametrize("keep", [0, 1000])
+def test_it_is_the_attention_of_each_row_on_its_own(kind, tile, keep, monkeypatch):
     monkeypatch.setattr(attention, "TILE", tile)
+    monkeypatch.setattr(attention, "KEEP", keep)
     check(groups_of((4, (2, 0, 5, 1)), (1, (3,)), (7, ())), KINDS[kind])
 
 
@@ -153,6 +155,21 @@ def test_every_query_is_in_one_tile_and_no_tile_is_too_large(sizes):
     tiles = make_plan(groups).tiles
     assert [place for t in tiles for place in range(t.first, t.end)] == list(range(length(groups)))
     assert max(t.end - t.first for t in tiles) <= attention.TILE
+
+
+def test_weights_are_kept_while_they_are_small(monkeypatch):
+    """6 queries of 3 numbers and 2 heads; a prompt's 3 * 3 and a completion's 3 * 6 pairs, for both heads."""
+    q, k, v = (torch.randn(1, 2, 6, 3).requires_grad_() for _ in range(3))
+    plan = make_plan(groups_of((3, (3,))))
+    assert plan.pairs == 27
+    for keep, computed in ((27 * 2 / (6 * 3 * 2), 2), (27 * 2 / (6 * 3 * 2) - 0.01, 4)):
+        calls = []
+        compute = attention._Weights.__call__
+        monkeypatch.setattr(attention, "KEEP", keep)
+        with monkeypatch.context() as patch:
+            patch.setattr(attention._Weights, "__call__", lambda *a, f=compute, c=calls: c.append(1) or f(*a))
+            tiled_attention(q, k, v, plan).sum().backward()
+        assert len(calls) == computed
 
 
 # --- precision --------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def test_packed_every_prompt_is_computed_once_and_the_head_sees_no_more_than_it_
     model.register_forward_pre_hook(lambda module, args, kwargs: seen.update(kwargs), with_kwargs=True)
     model.lm_head.register_forward_pre_hook(lambda module, args: products.append(args[0].shape))
     completion_logprobs(model, batch_of())
-    # rows 0 and 1 of prompt 0, row 2 of prompt 1 (row 3 is empty), rows 4 and 5 of prompt 2, each without its last token
+    # rows 0 and 1 of prompt 0, 2 of prompt 1 (row 3 is empty), 4 and 5 of prompt 2, each without its last token
     assert seen["input_ids"].tolist() == [[5, 6, 7, 20, 22, 23, 24, 25, *range(8, 17), 17, 27, 28, 29]]
     assert seen["position_ids"][0, :8].tolist() == [0, 1, 2, 3, 3, 4, 5, 6]
     assert seen["use_cache"] is False
@@ -320,7 +320,7 @@ def test_the_check_finds_a_token_that_sees_too_much(model, monkeypatch):
         return attention.Plan(tuple(tiles))
 
     monkeypatch.setattr(attention, "make_plan", leaky)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="differ by .* nats .*never_pack"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match=r"differ by .* nats .*never_pack"):
         check_packing(model, batch_of())
 
 

@@ -303,7 +303,7 @@ def test_a_cell_with_transformers_own_progress_is_interrupted_and_run_again(tmp_
     resources = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(notebook, timeout=300, allow_errors=True, resources=resources).execute()
     outputs = [cell.outputs for cell in notebook.cells]
-    errors = [[o.ename for o in out if o.output_type == "error"] for out in outputs]
+    errors = [[f"{o.ename}: {o.evalue}".strip(": ") for o in out if o.output_type == "error"] for out in outputs]
     assert errors == [[], [], ["KeyboardInterrupt"], [], []]
     pages = ["".join(bundles(out, "text/html")) for out in outputs]
     assert [re.findall(r"\[(\d/\d) [^]]*\]", page) for page in pages[1:4]] == [["4/4"], ["2/4"], ["4/4", "4/4"]]

@@ -1,4 +1,4 @@
-"""Packed rows have the log-probs, entropies and gradients of padded ones: every architecture, any arrangement of rows."""
+"""Packed rows have the log-probs, entropies and gradients of padded ones: any architecture, any arrangement of rows."""
 
 from __future__ import annotations
 
