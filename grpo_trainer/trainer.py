@@ -210,7 +210,7 @@ class GRPOTrainer(ResumableTrainer):
             reference=reference,
             keep_old_logprobs=self.plan.rollout_outlives_step,
             mask_truncated=args.mask_truncated_completions,
-            # the rows of one old or reference pass are those of one training pass, in the same rectangle: on one
+            # the rows of one old or reference pass are those of one training pass, arranged alike: on one
             # machine the log-probs of equal weights are then equal to the last bit, in any precision
             score_rows=self.plan.per_device_train_batch_size,
             metrics=self.metrics,
@@ -311,7 +311,7 @@ class GRPOTrainer(ResumableTrainer):
     def _live(self, batch: RolloutBatch) -> RolloutBatch:
         """What has to be computed of a micro-batch: exactly, without the rows that carry no gradient.
 
-        A batch with old log-probs is computed whole: in another rectangle, equal weights would give log-probs that
+        A batch with old log-probs is computed whole: arranged otherwise, equal weights would give log-probs that
         differ in the last bits, and the ratio would not be 1.
         """
         if batch.old_logprobs is not None:

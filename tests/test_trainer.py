@@ -795,3 +795,23 @@ def test_rows_without_a_gradient_are_not_computed_and_the_gradient_is_the_same(t
     assert tokens[1] == 2 * 23
     assert (gradients[0] - gradients[1]).norm() <= 1e-5 * gradients[1].norm()
     assert gradients[1].norm() > 0
+
+
+@pytest.mark.parametrize(("when", "checks"), [("first_step", 1), ("never", 0), ("always", 4)])
+def test_verify_packing_says_when_packed_rows_are_compared(tmp_path, monkeypatch, when, checks):
+    compared = []
+    monkeypatch.setattr("grpo_trainer.trainer.check_packing", lambda model, batch, **kwargs: compared.append(len(batch)))
+    make(tmp_path, verify_packing=when, per_device_train_batch_size=4, gradient_accumulation_steps=2).train()
+    assert len(compared) == checks  # of 2 steps of 2 micro-batches
+
+
+def test_rows_that_packing_would_change_are_not_trained_on(tmp_path, monkeypatch):
+    from grpo_trainer.policy import attention
+
+    whole = attention.make_plan
+    monkeypatch.setattr(attention, "make_plan", lambda groups, **kwargs: whole(groups, **{**kwargs, "window": 2}))
+    trainer = make(tmp_path)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    with pytest.raises(RuntimeError, match="LlamaForCausalLM differ by"):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))

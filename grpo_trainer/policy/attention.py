@@ -41,8 +41,8 @@ NAME = "grpo_packed"
 TILE = 64
 """Most queries of a tile. Larger ones compute more scores that the mask hides; smaller ones are more calls."""
 KEEP = 4
-"""The attention weights of a layer are kept for the backward pass if they are at most so many times the queries, a small
-part of what the layer keeps anyway; else they are computed again, which costs a third of the pass."""
+"""A layer's attention weights are kept for the backward pass if they are at most so many times its queries, a small part
+of what it keeps anyway. Else they are computed again, which makes the backward pass of the attention a third longer."""
 
 
 Span = tuple[int, int]
