@@ -93,6 +93,7 @@ def run_file(recipe: Recipe, command: Sequence[str], *, processes: int, name: st
         "git": git_state(),
         "left_out": [*left_out, *more] or None,
     }
+    del arguments["provenance"]  # to the end
     content = {**arguments, **settings, "provenance": {k: v for k, v in provenance.items() if v is not None}}
     return _HEAD.format(name=name) + yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 

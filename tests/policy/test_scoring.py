@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from grpo_trainer.loading.head import cast_head_to_float32
 from grpo_trainer.policy import scoring
 from grpo_trainer.policy.scoring import check_packing, completion_logprobs
 from grpo_trainer.types import RolloutBatch
@@ -194,6 +195,30 @@ def test_under_autocast_the_log_softmax_of_padded_rows_is_float32(model, monkeyp
     for i, (_, completion) in enumerate(ROWS):
         expected = [logp[i, -6 + t, token].item() for t, token in enumerate(completion)]
         assert scores.logprobs[i, : len(completion)].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("weights", "autocast", "expected"),
+    [
+        ("float32", False, "float32"),
+        ("float32", True, "bfloat16"),
+        ("bfloat16", False, "bfloat16"),
+        ("head in float32", True, "float32"),
+        ("head in float32", False, "float32"),
+    ],
+)
+def test_the_product_of_the_head_has_the_precision_that_the_model_would_give_it(
+    weights, autocast, expected, monkeypatch
+):
+    model = helpers.tiny_llama().to(torch.float32 if weights == "float32" else torch.bfloat16)
+    if weights == "head in float32":
+        cast_head_to_float32(model)
+    seen, score = [], scoring.head_logprobs
+    monkeypatch.setattr(scoring, "head_logprobs", lambda *a, **k: seen.append(k["dtype"]) or score(*a, **k))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        logprobs = completion_logprobs(model, batch_of()).logprobs
+    assert seen == [getattr(torch, expected)]
+    assert logprobs.dtype == torch.float32
 
 
 # --- gradients, state, edges ------------------------------------------------------------------------------------------

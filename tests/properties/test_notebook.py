@@ -71,8 +71,9 @@ def test_the_notebook_is_small_and_has_the_outputs_of_a_run():
 def test_the_notebook_runs(tmp_path):
     """A copy, so that its outputs and what it writes stay out of the repository."""
     copy = shutil.copy(NOTEBOOK, tmp_path)
+    options = ["--nbmake", "--nbmake-timeout=900", "--overwrite", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--nbmake", "--nbmake-timeout=900", "--overwrite", "-p", "no:cacheprovider", copy],
+        [sys.executable, "-m", "pytest", *options, copy],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -86,9 +87,10 @@ def test_the_notebook_runs(tmp_path):
 # --- a training cell that is run again -------------------------------------------------------------------------------
 
 
-PLACES = [
-    *("a reward", "generation", "the old pass", "the reference pass", "a second micro-batch", "backward", "the update"),
-    *("a log", "a checkpoint", "an evaluation"),
+QUICK = [None, "generation", "a second micro-batch"]
+OTHERS = [
+    *("a reward", "the old pass", "the reference pass", "backward", "the update", "a log", "a checkpoint"),
+    *("an evaluation", "the reference pass by the adapter"),
 ]
 
 
@@ -129,8 +131,8 @@ class Interruption(TrainerCallback):
         if self.generating:
             self.here("generation")
         elif not model.training:
-            adapter_off = any(module.disable_adapters for module in model.modules() if isinstance(module, BaseTunerLayer))
-            self.here("the reference pass" if adapter_off else "the old pass")
+            off = any(module.disable_adapters for module in model.modules() if isinstance(module, BaseTunerLayer))
+            self.here("the reference pass by the adapter" if off else "the old pass")
         else:
             self.micro_batches += 1
             if self.micro_batches % 2 == 0:
@@ -152,7 +154,7 @@ class Interruption(TrainerCallback):
             self.here("a log")
 
 
-def trainer_to_interrupt(folder, interruption: Interruption, *, lora: bool, **settings) -> GRPOTrainer:
+def trainer_to_interrupt(folder, interruption: Interruption, *, lora: bool) -> GRPOTrainer:
     """Rollouts are used twice and straddle optimizer steps, so that there is something to be left over anywhere."""
 
     def letters(completions, part, trainer_state, **kwargs):
@@ -164,28 +166,25 @@ def trainer_to_interrupt(folder, interruption: Interruption, *, lora: bool, **se
 
     config = GRPOConfig(
         str(folder),
-        **{
-            "per_device_train_batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "steps_per_generation": 3,
-            "num_iterations": 2,
-            "num_generations": 4,
-            "max_completion_length": 5,
-            "max_steps": 4,
-            "learning_rate": 1e-2,
-            "beta": 0.1,
-            "eval_strategy": "steps",
-            "eval_steps": 2,
-            "save_steps": 2,
-            "logging_steps": 1,
-            "log_completions": True,
-            "num_completions_to_print": 1,
-            "bf16": False,
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            **settings,
-        },
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=3,
+        num_iterations=2,
+        num_generations=4,
+        max_completion_length=5,
+        max_steps=4,
+        learning_rate=1e-2,
+        beta=0.1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        logging_steps=1,
+        log_completions=True,
+        num_completions_to_print=1,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
     )
     rows = [{"prompt": text, "part": "train"} for text in ("one", "two", "three", "four", "five")]
     trainer = GRPOTrainer(
@@ -210,7 +209,7 @@ def state_of(trainer: GRPOTrainer) -> dict:
     return {
         "attributes": {name: sorted(vars(module)) for name, module in modules.items()},
         "modes": {name: module.training for name, module in modules.items()},
-        "checkpointing": {n: m.gradient_checkpointing for n, m in modules.items() if hasattr(m, "gradient_checkpointing")},
+        "checkpointing": {name: getattr(module, "gradient_checkpointing", None) for name, module in modules.items()},
         "adapters off": {n: m.disable_adapters for n, m in modules.items() if isinstance(m, BaseTunerLayer)},
         "trainable": {name: p.requires_grad for name, p in model.named_parameters()},
         "generation": (id(base.generation_config), base.generation_config.to_dict()),
@@ -240,10 +239,10 @@ def completions_of(trainer: GRPOTrainer) -> list:
     return read_completions(trainer.args.output_dir).values.tolist()
 
 
-@pytest.mark.parametrize(("place", "lora"), [*((place, False) for place in [None, *PLACES]), ("the reference pass", True)])
-def test_training_again_is_as_new_also_after_an_interruption_anywhere(tmp_path, place, lora):
+@pytest.mark.parametrize("place", [*QUICK, *(pytest.param(place, marks=pytest.mark.slow) for place in OTHERS)])
+def test_training_again_is_as_new_also_after_an_interruption_anywhere(tmp_path, place):
     interruption = Interruption()
-    trainer = trainer_to_interrupt(tmp_path, interruption, lora=lora)
+    trainer = trainer_to_interrupt(tmp_path, interruption, lora=place == OTHERS[-1])
     first = weights_of(trainer)
     trainer.train()
     figures, completions, last, state = (f(trainer) for f in (figures_of, completions_of, weights_of, state_of))
@@ -301,7 +300,7 @@ def test_a_cell_with_transformers_own_progress_is_interrupted_and_run_again(tmp_
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
     resources = {"metadata": {"path": str(ROOT)}}
-    nbclient.NotebookClient(notebook, timeout=300, allow_errors=True, resources=resources).execute()
+    nbclient.NotebookClient(notebook, timeout=900, allow_errors=True, resources=resources).execute()
     outputs = [cell.outputs for cell in notebook.cells]
     errors = [[f"{o.ename}: {o.evalue}".strip(": ") for o in out if o.output_type == "error"] for out in outputs]
     assert errors == [[], [], ["KeyboardInterrupt"], [], []]

@@ -139,6 +139,16 @@ def test_a_row_that_fills_the_context(build):
     assert_equal(measure(model, batch), measure(model, batch, padded))
 
 
+def test_positions_that_change_with_the_longest_row():
+    """Beyond 8 tokens the rotary table of all rows is another one; the longest row has 9, its last token included."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    batch = random_batch((5,), (2,), lengths=(4, 2))
+    model, plain = (tiny("llama", max_position_embeddings=8, **more) for more in ({"rope_parameters": rope}, {}))
+    got = measure(model, batch)
+    assert_equal(got, measure(model, batch, padded))
+    assert (got[0] - measure(plain, batch)[0]).norm() > 1e-4 * got[0].norm()
+
+
 def test_a_prompt_longer_than_a_tile_and_completions_of_every_length():
     model = tiny("llama", max_position_embeddings=512)
     batch = random_batch((150,), (6,), longest=140, seed=1)
