@@ -800,7 +800,9 @@ def test_rows_without_a_gradient_are_not_computed_and_the_gradient_is_the_same(t
 @pytest.mark.parametrize(("when", "checks"), [("first_step", 1), ("never", 0), ("always", 4)])
 def test_verify_packing_says_when_packed_rows_are_compared(tmp_path, monkeypatch, when, checks):
     compared = []
-    monkeypatch.setattr("grpo_trainer.trainer.check_packing", lambda model, batch, **kwargs: compared.append(len(batch)))
+    monkeypatch.setattr(
+        "grpo_trainer.trainer.check_packing", lambda model, batch, **kwargs: compared.append(len(batch))
+    )
     make(tmp_path, verify_packing=when, per_device_train_batch_size=4, gradient_accumulation_steps=2).train()
     assert len(compared) == checks  # of 2 steps of 2 micro-batches
 

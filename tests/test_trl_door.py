@@ -22,3 +22,8 @@ def test_the_rewards_are_those_of_the_peers_command_line(name):
 def test_the_punishment_of_overlong_completions_has_the_peers_limits():
     ids = [[0] * length for length in (1024, 1088, 1280, 2000)]
     assert peer_reward("get_soft_overlong_punishment")(completion_ids=ids) == [0.0, -0.25, -1.0, -1.0]
+    ids = [[0] * length for length in (50, 75, 101)]
+    own = peer_reward("get_soft_overlong_punishment", max_completion_len=100, soft_punish_cache=50)
+    assert own(completion_ids=ids) == [0.0, -0.5, -1.0]
+    with pytest.raises(ValueError, match="takes max_completion_len and soft_punish_cache, not limit"):
+        peer_reward("get_soft_overlong_punishment", limit=3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -78,14 +77,14 @@ def build_rewards(recipe: Recipe) -> list[Callable[..., Any] | str]:
     if not entries and not model:
         raise RecipeError(f"{recipe.path} names no reward: set reward_funcs, e.g. to [{next(iter(REWARDS))}]")
     # trl's own are imported only if they are asked for
-    theirs = {name: functools.partial(peer_reward, name) for name in PEER_REWARDS if name not in REWARDS}
+    known: dict[str, Callable[..., Any]] = {**dict.fromkeys(PEER_REWARDS, peer_reward), **REWARDS}
     try:
-        functions = []
-        for entry in entries:
-            if entry.name in theirs:
-                functions.append(resolve(theirs[entry.name](), {}, f"reward {entry.name!r}", **entry.kwargs))
-            else:
-                functions.append(resolve(import_path(entry.name), REWARDS, "reward", **entry.kwargs))
+        functions = [
+            peer_reward(entry.name, **entry.kwargs)
+            if known.get(entry.name) is peer_reward
+            else resolve(import_path(entry.name), known, "reward", **entry.kwargs)
+            for entry in entries
+        ]
     except (ValueError, ImportError) as error:
         raise RecipeError(f"{recipe.path}: reward_funcs: {error}") from error
     return [*model, *functions]

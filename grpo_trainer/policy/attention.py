@@ -41,8 +41,8 @@ NAME = "grpo_packed"
 TILE = 64
 """Most queries of a tile. Larger ones compute more scores that the mask hides; smaller ones are more calls."""
 KEEP = 4
-"""A layer's attention weights are kept for the backward pass if they are at most so many times its queries, a small part
-of what it keeps anyway. Else they are computed again, which makes the backward pass of the attention a third longer."""
+"""A layer's attention weights are kept for the backward pass if they are at most so many times its queries, a small
+part of what it keeps anyway. Else they are computed again, which makes the attention's backward pass a third longer."""
 
 
 Span = tuple[int, int]
@@ -192,6 +192,7 @@ class _TiledAttention(torch.autograd.Function):
             _add(dv, tile, torch.bmm(p.transpose(1, 2), g))
             dp = torch.bmm(g, _keys(v, tile).transpose(1, 2))  # (K, n R, keys)
             if dsink is not None:
+                assert psink is not None  # where there is a sink, the weights are computed again
                 share = (dp * p).sum(dim=-1) * psink  # (K, n R)
                 dsink -= share.view(heads, -1, ratio).sum(dim=1)
             ds = torch._softmax_backward_data(dp, p, -1, v.dtype)

@@ -42,6 +42,8 @@ def test_rewards_are_resolved_with_their_keyword_arguments(recipe_file):
     [
         ("seed: 1", r"names no reward: set reward_funcs, e\.g\. to \[last_integer\]"),
         ("reward_funcs: last_intger", r"unknown reward 'last_intger'\. Did you mean 'last_integer'\?"),
+        ("reward_funcs: accuracy_rewrd", r"unknown reward 'accuracy_rewrd'\. Did you mean 'accuracy_reward'\?"),
+        ("reward_funcs: {name: get_soft_overlong_punishment, kwargs: {x: 1}}", r"not x$"),
         ("reward_funcs: 'no.such:fn'", r"reward 'no\.such:fn' cannot be imported"),
         ("reward_funcs: {name: 'math:gcd', kwargs: {x: 1}}", r"takes no argument 'x'"),
     ],
