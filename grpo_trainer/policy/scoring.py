@@ -93,8 +93,8 @@ def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float =
         raise RuntimeError(
             f"verify_packing: the log-probs of {type(model).__name__} differ by {error:.2g} nats (root mean square "
             f"over {sum(some.lengths)} tokens, {allowed:.2g} allowed) between packed and padded rows: a token sees "
-            "what it should not, or does not see what it should. To go on with padded rows, set `model.never_pack = True` "
-            "before the model is handed over; and please report the model"
+            "what it should not, or does not see what it should. To go on with padded rows, set `model.never_pack = "
+            "True` before the model is handed over; and please report the model"
         )
 
 
