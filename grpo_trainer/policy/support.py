@@ -149,6 +149,8 @@ def _attention(model: Any) -> str | None:
         return f"{kind} makes attention masks of its own"
     if model.config._attn_implementation not in _KNOWN_ATTENTION:
         return f"nothing is known of its attention {model.config._attn_implementation!r}"
+    if model.config._attn_implementation == "sdpa" and getattr(model.config, "attn_logit_softcapping", None):
+        return f"the attention of {kind} has a softcap, which sdpa leaves out: attn_implementation='eager' has it"
     for module in model.modules():
         name = type(module).__name__
         if isinstance(module, nn.Conv1d) or _MIXES_TOKENS.search(name):

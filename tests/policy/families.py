@@ -32,7 +32,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "mistral": {"sliding_window": 5},
     # softcaps tight enough to bend scores and logits; queries scaled by another number than their size
-    "gemma2": {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3},
+    "gemma2": {
+        **{"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.3},
+        "attn_implementation": "eager",  # older releases take sdpa, which leaves the softcap out
+    },
     "gemma3_text": {"head_dim": 8, "sliding_window": 5, "layer_types": LOCAL, "query_pre_attn_scalar": 20},
     "phi3": {"sliding_window": 5},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **_NO_DROPOUT},

@@ -81,6 +81,7 @@ def configured(**fields):
         (lambda: changed(never_pack=True), "never_pack"),
         (lambda: changed(_supports_flash_attn=False), "computes its attention in a way of its own"),
         (lambda: configured(_attn_implementation="mine"), "nothing is known of its attention 'mine'"),
+        (lambda: configured(attn_logit_softcapping=0.5), "has a softcap, which sdpa leaves out"),
         (lambda: configured(is_causal=False), "lets tokens see those after them"),
         (lambda: configured(layer_types=["full_attention", "chunked_attention"]), "chunked_attention"),
         (lambda: configured(is_encoder_decoder=True), "has an encoder"),

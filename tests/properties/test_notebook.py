@@ -305,5 +305,7 @@ def test_a_cell_with_transformers_own_progress_is_interrupted_and_run_again(tmp_
     errors = [[f"{o.ename}: {o.evalue}".strip(": ") for o in out if o.output_type == "error"] for out in outputs]
     assert errors == [[], [], ["KeyboardInterrupt"], [], []]
     pages = ["".join(bundles(out, "text/html")) for out in outputs]
-    assert [re.findall(r"\[(\d/\d) [^]]*\]", page) for page in pages[1:4]] == [["4/4"], ["2/4"], ["4/4", "4/4"]]
+    whole, (broken,), twice = (re.findall(r"\[(\d/\d) [^]]*\]", page) for page in pages[1:4])
+    assert (whole, twice) == (["4/4"], ["4/4", "4/4"])
+    assert broken != "4/4"
     assert [page.count("<caption") for page in pages] == [0, 1, 1, 2, 0]  # the completions, replaced where they stand
