@@ -20,6 +20,7 @@ from grpo_trainer.reports.uploader import CompletionsUploader
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rewards.model import RewardModel
 from grpo_trainer.types import SamplingParams
+from grpo_trainer.variants import POLICY_LOSS_FIELDS
 
 
 def check_args(args: GRPOConfig | None, model: Any) -> GRPOConfig:
@@ -129,12 +130,12 @@ def objective_of(args: GRPOConfig) -> Objective:
         loss_type=args.loss_type,
         scale_rewards=args.scale_rewards,
         max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
+        loss_aggregation=args.loss_aggregation,
+        importance_sampling_level=args.importance_sampling_level,
         advantage_ddof=args.advantage_ddof,
         beta=args.beta,
         kl_importance_weighted=args.use_bias_correction_kl,
-        epsilon=args.epsilon,
-        epsilon_high=args.epsilon_high,
-        delta=args.delta,
+        **{name: getattr(args, name) for name in POLICY_LOSS_FIELDS},
     )
 
 

@@ -12,16 +12,16 @@ import torch
 
 from grpo_trainer.data import OVERLONG_PROMPTS
 from grpo_trainer.generation.base import ENGINES
-from grpo_trainer.not_yet import NotYet
-from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
+from grpo_trainer.objective import SCALE_REWARDS
 from grpo_trainer.policy.packing import VERIFY_PACKING
 from grpo_trainer.registry import suggest
 from grpo_trainer.runtime import cpu_has_fast_bf16
 from grpo_trainer.sampler import BatchPlan
+from grpo_trainer.variants import Variants
 
 
 @dataclass
-class GRPOConfig(NotYet):
+class GRPOConfig(Variants):
     """Everything that ``GRPOTrainer`` can be told, on top of ``transformers.TrainingArguments``.
 
     Names, defaults and meanings are those of TRL 1.16's ``GRPOConfig``; docs/migrating.md lists where a field does
@@ -105,12 +105,6 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     # --- objective ----------------------------------------------------------------------------------------------------
     beta: float = field(default=0.0, metadata={"help": "Weight of the KL term; 0 needs no reference."})
     num_iterations: int = field(default=1, metadata={"help": "mu, passes over each rollout."})
-    epsilon: float = field(default=0.2, metadata={"help": "Lower clip distance of the ratio."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Upper clip distance; None takes epsilon."})
-    delta: float | None = field(
-        default=None, metadata={"help": "Upper bound of the unclipped ratio, above 1 + epsilon_high."}
-    )
-    loss_type: str = field(default="dapo", metadata={"help": f"One of {', '.join(LOSS_TYPES)}."})
     scale_rewards: str = field(
         default="group",
         metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
@@ -203,6 +197,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         self._check_choices()
+        self.check_variant()
         self._check_numbers()
         self._check_parallelism()
         self._settle_batches()
@@ -269,7 +264,6 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
 
     def _check_choices(self) -> None:
         for name, legal in (
-            ("loss_type", LOSS_TYPES),
             ("scale_rewards", SCALE_REWARDS),
             ("overlong_prompts", OVERLONG_PROMPTS),
             ("generation_engine", ENGINES),

@@ -58,17 +58,10 @@ class NotYet(TrainingArguments):
     )
     transformers_continuous_batching_config: dict[str, Any] | str | None = _not_yet(None, "continuous batching")  # noqa: RUF009
     use_transformers_paged: bool = _not_yet(False, "continuous batching")
-    importance_sampling_level: str = _not_yet("token", "ratios of whole sequences (GSPO)")
     multi_objective_aggregation: str = _not_yet(
         "sum_then_normalize",
         "normalising each reward before the sum (GDPO); rewards are weighted, summed, then normalised",
     )
-    sapo_temperature_neg: float = _not_yet(1.05, "SAPO")
-    sapo_temperature_pos: float = _not_yet(1.0, "SAPO")
-    vespo_k_pos: float = _not_yet(2.0, "VESPO")
-    vespo_lambda_pos: float = _not_yet(3.0, "VESPO")
-    vespo_k_neg: float = _not_yet(3.0, "VESPO")
-    vespo_lambda_neg: float = _not_yet(2.0, "VESPO")
     off_policy_mask_threshold: float | None = _not_yet(None, "the off-policy sequence mask of DeepSeek-V3.2")
     top_entropy_quantile: float = _not_yet(1.0, "training on high-entropy tokens only")
     entropy_coef: float = _not_yet(0.0, "the entropy bonus")

@@ -144,6 +144,8 @@ class GRPOTrainer(ResumableTrainer):
             tokenizer=tokenizer,
         )
         warn = logger.warning if args.process_index == 0 else logger.debug
+        for note in args.notes_on_variant():
+            warn(f"{note}.")
         train_dataset = check_dataset("train_dataset", train_dataset, renderer, limit, warn)
         eval_dataset = check_eval_dataset(eval_dataset, renderer, limit, warn)
         if is_stream(train_dataset) and args.max_steps <= 0:
@@ -316,11 +318,8 @@ class GRPOTrainer(ResumableTrainer):
         """
         if batch.old_logprobs is not None:
             return batch
-        live = self.objective.without_silent_rows(batch)
-        silent = batch.mask.sum() - live.mask.sum()
-        for name in ("low", "high", "region"):  # a token without advantage is never clipped, and counts
-            self.metrics.add(f"clip_ratio/{name}_mean", 0.0, silent)
-        return live
+        self._count(self.objective.silent_stats(batch))  # a token without advantage is never clipped, and counts
+        return self.objective.without_silent_rows(batch)
 
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""

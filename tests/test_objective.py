@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from grpo_trainer.functional.losses import TokenLoss, clipped
-from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS, build_objective, masked_sum
+from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS, build_objective, knobs_of, masked_sum
 from grpo_trainer.types import RolloutBatch
 
-INVARIANT = ["grpo", "dapo", "dr_grpo"]
+CLIPPED = ["grpo", "dapo", "bnpo", "dr_grpo", "luspo"]  # whose policy loss is the clipped surrogate
+INVARIANT = [name for name in LOSS_TYPES if name != "bnpo"]
 NAN = math.nan
 
 
@@ -53,20 +54,32 @@ def loss_of(objective, logprobs, *batches) -> tuple[float, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("loss_type", "value"),
-    # ratio 1: the loss of a token is -A. A = 1 on 2 tokens, A = -2 on 4 tokens; L = 8.
-    [("grpo", (-1 + 2) / 2), ("dapo", (-2 + 8) / 6), ("bnpo", (-2 + 8) / 6), ("dr_grpo", (-2 + 8) / (2 * 8))],
+    # ratio 1: the loss of a token is -A. A = 1 on 2 tokens, A = -2 on 4 tokens; L = 8. The losses that are a constant
+    # times a log-prob, here -1, are A; the gate of sapo at ratio 1 is 2 / tau.
+    [
+        ("grpo", (-1 + 2) / 2),
+        ("dapo", (-2 + 8) / 6),
+        ("bnpo", (-2 + 8) / 6),
+        ("dr_grpo", (-2 + 8) / (2 * 8)),
+        ("luspo", (-2 + 8) / 2),
+        ("cispo", (2 - 8) / 6),
+        ("vespo", (2 - 8) / 6),
+        ("reinforce", (2 - 8) / 2),
+        ("gmpo", (-1 + 2) / 2),
+        ("sapo", (-2 / 1.0 + 2 * 2 / 1.05) / 2),
+    ],
 )
 @pytest.mark.parametrize("pads", [0, 5])
 def test_each_loss_type_is_its_published_formula_whatever_the_padding(loss_type, value, pads):
     batch = rows_of(2, 4, advantages=[1.0, -2.0], pads=pads)
-    assert loss_of(build(loss_type), torch.zeros(2, 4 + pads), batch)[0] == pytest.approx(value, rel=1e-6)
+    assert loss_of(build(loss_type), -torch.ones(2, 4 + pads), batch)[0] == pytest.approx(value, rel=1e-6)
 
 
 def test_every_loss_type_is_in_the_test_above():
-    assert set(LOSS_TYPES) == {"grpo", "dapo", "bnpo", "dr_grpo"}
+    assert {*CLIPPED, "cispo", "vespo", "reinforce", "gmpo", "sapo"} == set(LOSS_TYPES)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", CLIPPED)
 @pytest.mark.parametrize("weighted", [True, False])
 def test_loss_and_gradient_are_those_of_a_plain_loop(loss_type, weighted):
     lengths, beta = (2, 3, 0), 0.1
@@ -74,7 +87,8 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(loss_type, weighted):
     advantages = [0.7, -1.3, 0.5]
     rows = []  # (weight, value, slope) of each token, in Python numbers
     for b, length in enumerate(lengths):
-        weight = {"grpo": 1 / max(length, 1) / 3, "dapo": 1 / 5, "bnpo": 1 / 5, "dr_grpo": 1 / 8 / 3}[loss_type]
+        each = {"dapo": 1 / 5, "bnpo": 1 / 5, "dr_grpo": 1 / 8 / 3, "luspo": 1 / 3, "grpo": 1 / max(length, 1) / 3}
+        weight = each[loss_type]
         for t in range(length):
             a, ratio = advantages[b], math.exp(logprobs[b, t] - old[b, t])
             d = (ref[b, t] - logprobs[b, t]).item()
@@ -248,7 +262,7 @@ def test_a_batch_without_tokens_has_a_loss_of_zero_that_is_connected(loss_type):
     assert torch.autograd.grad(out.loss, weight)[0].item() == 0.0
 
 
-@pytest.mark.parametrize("loss_type", INVARIANT)
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "dr_grpo", "luspo", "gmpo"])
 def test_equal_lengths_on_policy_have_no_loss_but_a_gradient(loss_type):
     objective = build(loss_type)
     centred = objective.advantage(torch.tensor([[1.0, 0.0, 3.0]]))[0].tolist()
@@ -311,6 +325,8 @@ def test_a_kl_estimator_of_ones_own_is_given_by_its_path():
     ("knobs", "message"),
     [
         ({"loss_type": "gpro"}, r"unknown loss_type 'gpro'\. Did you mean 'grpo'\? Known: grpo, dapo, bnpo, dr_grpo"),
+        ({"loss_aggregation": "token_maen"}, r"unknown loss_aggregation 'token_maen'\. Did you mean 'token_mean'\?"),
+        ({"importance_sampling_level": "word"}, r"unknown importance_sampling_level 'word'\. Known: token, sequence"),
         ({"scale_rewards": "groups"}, r"unknown scale_rewards 'groups'\. Did you mean 'group'\?"),
         ({"kl_estimator": "k9"}, r"unknown kl_estimator 'k9'"),
         ({"epsilom": 0.1}, r"'epsilom'.*epsilon"),
@@ -324,6 +340,63 @@ def test_an_unknown_name_is_refused_with_the_legal_ones(knobs, message):
 def test_log_probs_of_another_shape_than_the_batch_are_refused():
     with pytest.raises(ValueError, match=r"logprobs \(2, 3\), mask \(2, 4\)"):
         build()(torch.zeros(2, 3), rows_of(2, 4))
+
+
+def test_the_cap_of_cispo_is_the_papers_unless_it_is_given():
+    """Neither epsilon, which is a distance from 1, nor anything else takes its place: ratios 7 and 4, A = 1."""
+    logprobs, old = torch.zeros(1, 2), -torch.tensor([[7.0, 4.0]]).log()
+    batch = rows_of(2, advantages=[1.0], old=old)
+    for knobs, slopes in [({}, [-5.0, -4.0]), ({"epsilon": 0.2}, [-5.0, -4.0]), ({"epsilon_high": 2.0}, [-2.0, -2.0])]:
+        assert loss_of(build("cispo", **knobs), logprobs, batch)[1][0].tolist() == pytest.approx(
+            [s / 2 for s in slopes]
+        )
+
+
+def test_a_ratio_of_the_completion_has_one_figure_per_completion():
+    # mean log-ratios .3 and -.3: clipped above with A = 1, below with A = -1; a row without a token does not count
+    old = torch.zeros(3, 2)
+    logprobs = torch.tensor([[0.1, 0.5], [-0.5, -0.1], [9.0, 9.0]])
+    batch = rows_of(2, 2, 0, advantages=[1.0, -1.0, 1.0], old=old)
+    objective = build("grpo", importance_sampling_level="sequence")
+    stats = {name: (s.item(), n.item()) for name, (s, n) in objective(logprobs, batch).stats.items()}
+    assert stats == {"clip_ratio/high": (1.0, 2.0), "clip_ratio/low": (1.0, 2.0), "clip_ratio/region": (2.0, 2.0)}
+    # 1.2 and -0.8, each the mean of its row, over three rows
+    assert loss_of(objective, logprobs, batch)[0] == pytest.approx((-1.2 + 0.8) / 3)
+
+
+def test_the_kl_is_weighted_by_the_ratio_of_the_same_level():
+    """k3 of d = ln 2 at each token is 1 - ln 2; the ratios e^1, e^0 have the geometric mean e^.5."""
+    logprobs, old = torch.zeros(1, 2), torch.tensor([[-1.0, 0.0]])
+    batch = rows_of(2, old=old, ref=torch.full((1, 2), math.log(2)))
+    for level, weights in [("token", (math.e, 1.0)), ("sequence", (math.exp(0.5),) * 2)]:
+        objective = build("dapo", beta=1.0, importance_sampling_level=level)
+        loss = loss_of(objective, logprobs, batch)[0]
+        assert loss == pytest.approx((1 - math.log(2)) * sum(weights) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "value"),
+    [("token_mean", 1.0), ("sequence_mean", 0.5), ("sequence_sum", 3.0), ("fixed_length", 3 / 8)],
+)
+def test_an_aggregation_by_name_takes_the_place_of_the_losss_own(aggregation, value):
+    batch = rows_of(2, 4, advantages=[1.0, -2.0])  # losses -1 and 2, see above
+    loss = loss_of(build("grpo", loss_aggregation=aggregation), torch.zeros(2, 4), batch)[0]
+    assert loss == pytest.approx(value, rel=1e-6)
+
+
+def squared(logprobs, old_logprobs, advantages, mask, *, epsilon=0.2):
+    """Minds rows without an advantage, too."""
+    return TokenLoss((logprobs - advantages[:, None]).square() * epsilon, {})
+
+
+def test_a_policy_loss_of_ones_own_is_given_by_its_path_and_computed_whole(monkeypatch):
+    monkeypatch.setattr(torch, "squared_for_this_test", squared, raising=False)
+    objective = build("torch:squared_for_this_test", epsilon=0.5, delta=3.0)
+    batch = rows_of(1, 2, advantages=[0.0, 1.0])
+    # (0 - 0)^2, (0 - 1)^2 twice, each half, over three tokens
+    assert loss_of(objective, torch.zeros(2, 2), batch)[0] == pytest.approx(1 / 3)
+    assert objective.without_silent_rows(batch) is batch
+    assert objective.silent_stats(batch) == {}
 
 
 # --- rows without a gradient ------------------------------------------------------------------------------------------
@@ -346,7 +419,12 @@ def silent_and_live():
 # w among all five rows: dapo 1 for each token; grpo 1/2 and 1/1; dr_grpo 1/8; bnpo 1/10 of the ten tokens
 @pytest.mark.parametrize(
     ("loss_type", "weights"),
-    [("dapo", [1, 1, 1]), ("grpo", [1 / 2, 1 / 2, 1]), ("dr_grpo", [1 / 8] * 3), ("bnpo", [1 / 10] * 3)],
+    [
+        *((name, [1, 1, 1]) for name in ("dapo", "cispo", "vespo", "luspo", "reinforce")),
+        *((name, [1 / 2, 1 / 2, 1]) for name in ("grpo", "sapo", "gmpo")),
+        ("dr_grpo", [1 / 8] * 3),
+        ("bnpo", [1 / 10] * 3),
+    ],
 )
 def test_rows_that_carry_a_gradient_keep_the_weights_that_they_have_among_all_rows(loss_type, weights):
     objective = build_objective(loss_type=loss_type, scale_rewards="group", max_completion_length=8)
@@ -360,6 +438,22 @@ def test_rows_that_carry_a_gradient_keep_the_weights_that_they_have_among_all_ro
     (got,) = torch.autograd.grad(objective(logprobs, live).loss, logprobs)
     assert torch.allclose(got, expected[[1, 4], :2])
     assert not expected[[0, 2, 3]].any()
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_figures_of_the_rows_that_are_left_out_need_no_forward_pass(loss_type, level):
+    if level == "sequence" and "importance_sampling_level" not in knobs_of(loss_type):
+        return
+    objective, whole = build(loss_type, importance_sampling_level=level), silent_and_live()
+    logprobs = -torch.rand(5, 4)
+    expected = objective(logprobs, whole).stats
+    live = objective(logprobs[[1, 4], :2], objective.without_silent_rows(whole)).stats
+    silent = objective.silent_stats(whole)
+    assert expected.keys() == live.keys() == silent.keys()
+    for name, (total, count) in expected.items():
+        assert total.item() == pytest.approx(live[name][0].item() + silent[name][0].item())
+        assert count.item() == live[name][1].item() + silent[name][1].item()
 
 
 def test_every_row_is_needed_where_there_is_a_kl_term():

@@ -228,20 +228,21 @@ def test_our_constructor_takes_the_peers_arguments_in_its_order():
 
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
+VARIANTS = {  # what makes the figures that only some settings have
+    "cispo": dict(loss_type="cispo"),
+    "vespo": dict(loss_type="vespo"),
+}
 FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}
 
 
-@pytest.fixture(scope="module")
-def logged(tmp_path_factory) -> set[str]:
+def names_of_a_run(folder: Path, **settings) -> set[str]:
     """Every name that a tiny run logs: with a reference, an old policy, an evaluation, a metric of a reward."""
 
     def reward(completions, log_metric, **kwargs):
         log_metric("letters", sum(map(len, completions)) / len(completions))
         return [float(len(text) % 3) for text in completions]
 
-    folder = tmp_path_factory.mktemp("run")
-    config = GRPOConfig(
-        str(folder),
+    common = dict(
         per_device_train_batch_size=16,
         num_generations=8,
         # a random model draws the end-of-sequence id once in 256 tokens, so some of 2 x 16 x 40 end a completion
@@ -261,10 +262,22 @@ def logged(tmp_path_factory) -> set[str]:
         disable_tqdm=True,
     )
     data = Dataset.from_list([{"prompt": text} for text in ("one", "two", "three", "four")])
+    config = GRPOConfig(str(folder), **{**common, **settings})
     trainer = GRPOTrainer(tiny_llama(), reward, config, data, data, processing_class=tiny_tokenizer())
     trainer.train()
     names = {name for entry in trainer.state.log_history for name in entry} - FROM_TRANSFORMERS
     return {re.sub(r"(?<=rewards/)reward(?=/)", "<name>", n) for n in names}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory) -> set[str]:
+    return names_of_a_run(tmp_path_factory.mktemp("run"))
+
+
+def test_every_figure_of_some_settings_has_its_row_and_every_row_its_figure(logged, tmp_path):
+    quick = dict(max_steps=1, logging_steps=1, max_completion_length=4, eval_strategy="no")
+    further = {n for s in VARIANTS.values() for n in names_of_a_run(tmp_path, **quick, **s)} - logged
+    assert rows("docs/metrics.md", "In training", "figure").keys() == further
 
 
 def test_every_training_metric_has_its_row_and_every_row_its_metric(logged):

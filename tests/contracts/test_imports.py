@@ -21,7 +21,7 @@ PACKAGE = Path(grpo_trainer.__path__[0])
 # The floor of each room (a file or a folder directly under the package). An import may go down or stay on the floor.
 FLOORS = {
     **dict.fromkeys(["__init__", "__main__", "cli"], 5),
-    **dict.fromkeys(["config", "not_yet", "assembly", "resumable", "trainer", "reports"], 4),
+    **dict.fromkeys(["config", "not_yet", "variants", "assembly", "resumable", "trainer", "reports"], 4),
     **dict.fromkeys(["rollout", "evaluation"], 3),
     **dict.fromkeys(["objective", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2),
     **dict.fromkeys(["dataset", "tasks", "builtin", "runtime", "trl_door", "stream", "checkpoint", "preemption"], 2),
@@ -42,7 +42,7 @@ DOORS = {
     "vllm": set(),
 }
 # Parts of transformers that only the trainer and its configuration may see; who watches a run may see callbacks too.
-CONFIGURES = {"trainer", "resumable", "config", "not_yet"}
+CONFIGURES = {"trainer", "resumable", "config", "not_yet", "variants"}
 WATCHERS = {"assembly", "trainer", "resumable", "reports", "cli"}
 TRAINER_PARTS = {
     **{name: CONFIGURES for name in ["trainer", "Trainer", "trainer_seq2seq", "Seq2SeqTrainer"]},

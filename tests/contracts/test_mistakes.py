@@ -72,7 +72,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: config(generation_batch_size=8, steps_per_generation=4),
         ["generation_batch_size=8", "steps_per_generation=4", "give one"],
     ),
-    "a loss that is misspelt": (lambda: config(loss_type="drgrpo"), ["loss_type='drgrpo'", "dr_grpo", "dapo"]),
+    "a loss that is misspelt": (lambda: config(loss_type="drgrpo"), ["loss_type 'drgrpo'", "dr_grpo", "dapo"]),
     "greedy sampling": (lambda: config(temperature=0.0), ["temperature=0.0", "above 0"]),
     "a number as text": (lambda: config(beta="0.1"), ["beta='0.1'", "number", "str"]),
     "half a completion": (lambda: config(num_generations=8.5), ["num_generations=8.5", "whole number"]),
