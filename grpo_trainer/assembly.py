@@ -12,7 +12,9 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptRenderer
 from grpo_trainer.generation.hf import check_extra
 from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
-from grpo_trainer.objective import Objective, build_objective
+from grpo_trainer.loss import Objective
+from grpo_trainer.objective import build_objective
+from grpo_trainer.policy.entropy_bonus import EntropyBonus
 from grpo_trainer.reports.completions import FOLDER, CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
 from grpo_trainer.reports.tracker import CompletionsTracker
@@ -132,10 +134,35 @@ def objective_of(args: GRPOConfig) -> Objective:
         max_completion_length=args.max_completion_length,  # type: ignore[arg-type]
         loss_aggregation=args.loss_aggregation,
         importance_sampling_level=args.importance_sampling_level,
+        advantage_estimator=args.advantage_estimator,
+        multi_objective_aggregation=args.multi_objective_aggregation,
         advantage_ddof=args.advantage_ddof,
         beta=args.beta,
+        top_entropy=args.top_entropy_quantile,
+        off_policy_threshold=args.off_policy_mask_threshold,
+        keeps_silent_rows=entropy_bonus_of(args).enabled,
+        kl_estimator=args.kl_estimator,
         kl_importance_weighted=args.use_bias_correction_kl,
         **{name: getattr(args, name) for name in POLICY_LOSS_FIELDS},
+    )
+
+
+def entropy_bonus_of(args: GRPOConfig) -> EntropyBonus:
+    """The entropy bonus that the configuration asks for.
+
+    Args:
+        args: the configuration.
+
+    Returns:
+        The bonus; not ``enabled`` if there is none.
+    """
+    return EntropyBonus(
+        coefficient=args.entropy_coef,
+        adaptive=args.use_adaptive_entropy,
+        target=args.entropy_target,
+        delta=args.entropy_coef_delta,
+        minimum=args.entropy_coef_min,
+        maximum=args.entropy_coef_max,
     )
 
 

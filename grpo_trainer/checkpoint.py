@@ -45,6 +45,7 @@ class RunState:
         loss_total: sum of the losses up to the last log.
         losses_since: optimizer step after which that sum begins.
         reference: weights of the reference policy, if they are not what they were at the start.
+        entropy_bonus: coefficient and last entropy of an adaptive entropy bonus.
     """
 
     pending: list[RolloutBatch] = field(default_factory=list)
@@ -54,6 +55,7 @@ class RunState:
     loss_total: float = 0.0
     losses_since: int = 0
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
+    entropy_bonus: dict[str, float] = field(default_factory=dict)
 
     def save(self, folder: str | os.PathLike[str], rank: int) -> None:
         """Writes it into a checkpoint.

@@ -103,20 +103,12 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     )
 
     # --- objective ----------------------------------------------------------------------------------------------------
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL term; 0 needs no reference."})
     num_iterations: int = field(default=1, metadata={"help": "mu, passes over each rollout."})
-    scale_rewards: str = field(
-        default="group",
-        metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
-    )
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per reward function; None weighs each with 1."}
     )
     mask_truncated_completions: bool = field(
         default=False, metadata={"help": "Leave the tokens of completions cut at the limit out of the loss."}
-    )
-    use_bias_correction_kl: bool = field(
-        default=True, metadata={"help": "Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."}
     )
     sync_ref_model: bool = field(
         default=False,

@@ -58,18 +58,6 @@ class NotYet(TrainingArguments):
     )
     transformers_continuous_batching_config: dict[str, Any] | str | None = _not_yet(None, "continuous batching")  # noqa: RUF009
     use_transformers_paged: bool = _not_yet(False, "continuous batching")
-    multi_objective_aggregation: str = _not_yet(
-        "sum_then_normalize",
-        "normalising each reward before the sum (GDPO); rewards are weighted, summed, then normalised",
-    )
-    off_policy_mask_threshold: float | None = _not_yet(None, "the off-policy sequence mask of DeepSeek-V3.2")
-    top_entropy_quantile: float = _not_yet(1.0, "training on high-entropy tokens only")
-    entropy_coef: float = _not_yet(0.0, "the entropy bonus")
-    use_adaptive_entropy: bool = _not_yet(False, "the entropy bonus")
-    entropy_coef_min: float = _not_yet(0.0, "the entropy bonus")
-    entropy_coef_max: float = _not_yet(1.0, "the entropy bonus")
-    entropy_coef_delta: float = _not_yet(0.005, "the entropy bonus")
-    entropy_target: float = _not_yet(0.2, "the entropy bonus")
     max_tool_calling_iterations: int | None = _not_yet(None, "tools")
 
     def refuse_not_yet(self) -> None:

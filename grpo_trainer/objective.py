@@ -1,4 +1,4 @@
-"""The objective of a step: four independent choices, bound.
+"""The objective of a step: four independent choices, by name. What they come to is in ``loss.py``.
 
 An advantage turns the rewards of a group into credit; a policy loss turns credit into a loss per token; a KL estimator
 adds the price of leaving the reference; an aggregation turns losses per token into one number, ``sum(w * loss) / Z``.
@@ -7,23 +7,18 @@ Each is a pure function from ``functional/``, chosen by name.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from grpo_trainer.functional.advantages import ADVANTAGES
+from grpo_trainer.functional.advantages import ADVANTAGES, MULTI_REWARD_ADVANTAGES
 from grpo_trainer.functional.aggregation import AGGREGATIONS
+from grpo_trainer.functional.correction import CORRECTIONS
 from grpo_trainer.functional.kl import KL_ESTIMATORS
 from grpo_trainer.functional.losses import POLICY_LOSSES
-from grpo_trainer.functional.ratios import RATIOS, ratio_at
-from grpo_trainer.functional.shapes import check_shapes
+from grpo_trainer.functional.ratios import RATIOS
+from grpo_trainer.loss import Objective
 from grpo_trainer.registry import only_accepted, resolve, suggest
-from grpo_trainer.types import AdvantageFn, AggregationFn, KLFn, PolicyLossFn, RolloutBatch
 
 
 class Recipe(NamedTuple):
@@ -32,6 +27,9 @@ class Recipe(NamedTuple):
     policy_loss: str
     aggregation: str
 
+
+COMPARES_WITH_SAMPLER = frozenset(["vespo"])
+"""Policy losses whose old policy is the one that sampled, by its own log-probs: they need no correction beside."""
 
 LOSS_TYPES = {
     "grpo": Recipe("clipped", "sequence_mean"),
@@ -54,145 +52,8 @@ SCALE_REWARDS = {
 }
 """Every value of ``scale_rewards`` and the advantage it stands for."""
 
-
-class ObjectiveOutput(NamedTuple):
-    """What the objective says about one micro-batch.
-
-    Attributes:
-        loss: () the sum of ``w * loss`` over the micro-batch; divide by Z, the items of the whole optimizer step.
-        stats: name -> (sum, count), two () tensors; their quotient, after both are added up, is a mean over tokens, or
-            over completions where a completion has one figure.
-    """
-
-    loss: Tensor
-    stats: dict[str, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """The four choices, bound.
-
-    Attributes:
-        advantage: rewards (P, G) -> advantages (P, G).
-        policy_loss: log-probs and advantages -> loss per token.
-        aggregation: mask (B, T) -> weights (B, T) and items ().
-        kl: log-probs -> KL estimate per token.
-        beta: weight of the KL term, in loss per nat; 0 leaves it out, and no reference is needed.
-        kl_importance_weighted: multiply the KL estimate by the importance ratio, which makes its gradient that of the
-            true KL (DeepSeek-V3.2, arXiv:2512.02556, equation 7).
-        importance_sampling_level: which ratio that is, a key of ``RATIOS``; the policy loss has its own bound.
-        keeps_silent_rows: whether rows without an advantage have to be computed all the same: a policy loss of someone
-            else's making may do anything with them.
-    """
-
-    advantage: AdvantageFn
-    policy_loss: PolicyLossFn
-    aggregation: AggregationFn
-    kl: KLFn
-    beta: float = 0.0
-    kl_importance_weighted: bool = True
-    importance_sampling_level: str = "token"
-    keeps_silent_rows: bool = False
-
-    def items(self, batch: RolloutBatch) -> Tensor:
-        """What the batch adds to Z, the normaliser of the optimizer step: ()."""
-        return self.aggregation(batch.mask)[1]
-
-    def without_silent_rows(self, batch: RolloutBatch) -> RolloutBatch:
-        """The rows that carry a gradient, with the weights that they have among all rows.
-
-        A completion whose advantage is 0, and one without a token, adds exactly 0 to loss and gradient as long as
-        there is no KL term. What it adds to Z has to be asked before: ``items`` is about all rows.
-
-        Args:
-            batch: B rows.
-
-        Returns:
-            Those rows; all if there is a KL term, or ``keeps_silent_rows``; one row if none carries a gradient, so that
-            there is something to run a backward pass on.
-        """
-        live = self._live_rows(batch)
-        if len(live) == len(batch):
-            return batch
-        return dataclasses.replace(batch, token_weights=self.aggregation(batch.mask)[0]).select(live)
-
-    def silent_stats(self, batch: RolloutBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        """The figures of the policy loss over the rows that ``without_silent_rows`` leaves out.
-
-        They need no forward pass: on policy every ratio is 1.
-
-        Args:
-            batch: B rows, sampled by the current policy.
-
-        Returns:
-            name -> (sum, count), as in ``ObjectiveOutput``; empty if no row is left out.
-        """
-        live = set(self._live_rows(batch))
-        silent = batch.select([i for i in range(len(batch)) if i not in live])
-        if not len(silent):
-            return {}
-        logprobs = torch.zeros(silent.mask.shape, device=silent.mask.device)
-        stats = self.policy_loss(logprobs, None, silent.advantages, silent.mask).stats
-        return {name: masked_sum(value, silent.mask) for name, value in stats.items()}
-
-    def _live_rows(self, batch: RolloutBatch) -> list[int]:
-        """The rows that have to be computed; at least one, if there is one."""
-        if self.beta or self.keeps_silent_rows:
-            return list(range(len(batch)))
-        advantages = batch.advantages.tolist()
-        live = [i for i, length in enumerate(batch.lengths) if length and advantages[i]]
-        return live or sorted(range(len(batch)), key=batch.lengths.__getitem__)[:1]
-
-    def __call__(self, logprobs: Tensor, batch: RolloutBatch) -> ObjectiveOutput:
-        """The loss of one micro-batch, as a sum yet to be divided by Z.
-
-        Args:
-            logprobs: (B, T) of the completion tokens under the current policy.
-            batch: the constants.
-
-        Returns:
-            The weighted sum of the token losses and the figures to log.
-
-        Raises:
-            ValueError: if the shapes differ, or ``beta`` is not 0 and the batch has no reference log-probs.
-        """
-        check_shapes("B T", logprobs=logprobs, mask=batch.mask)
-        mask = batch.mask
-
-        def credited(values: Tensor | None) -> Tensor | None:
-            """Nothing outside the mask reaches a sum or, through it, a gradient: not even a NaN."""
-            return None if values is None else torch.where(mask, values, 0.0)
-
-        logprobs, old = torch.where(mask, logprobs, 0.0), credited(batch.old_logprobs)
-        token = self.policy_loss(logprobs, old, batch.advantages, mask)
-        loss, stats = token.loss, dict(token.stats)
-        if self.beta:
-            reference = credited(batch.ref_logprobs)
-            if reference is None:
-                raise ValueError(f"beta={self.beta} needs reference log-probs, and the batch has none")
-            kl = self.kl(logprobs, reference)
-            if self.kl_importance_weighted:
-                kl = kl * ratio_at(self.importance_sampling_level, logprobs, old, mask)
-            loss = loss + self.beta * kl
-            stats["kl"] = kl.detach()
-        weights = self.aggregation(mask)[0] if batch.token_weights is None else batch.token_weights
-        total = torch.where(mask, loss * weights, 0.0).sum()
-        return ObjectiveOutput(total, {name: masked_sum(value, mask) for name, value in stats.items()})
-
-
-def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the values under the mask and their number.
-
-    Args:
-        values: (B, T), or (B, 1): one per completion, counted where the completion has a credited token.
-        mask: (B, T) bool.
-
-    Returns:
-        Two () float32 tensors.
-    """
-    if values.shape != mask.shape:
-        mask = mask.any(dim=1, keepdim=True)
-    return torch.where(mask, values, 0.0).sum().float(), mask.sum().float()
+MULTI_OBJECTIVE_AGGREGATIONS = ("sum_then_normalize", *MULTI_REWARD_ADVANTAGES)
+"""Every value of ``multi_objective_aggregation``; after the first, the advantage of several rewards that it is."""
 
 
 def build_objective(
@@ -202,7 +63,15 @@ def build_objective(
     max_completion_length: int,
     loss_aggregation: str | None = None,
     importance_sampling_level: str = "token",
+    advantage_estimator: str | None = None,
+    multi_objective_aggregation: str = "sum_then_normalize",
     advantage_ddof: int = 1,
+    correction: str | None = None,
+    correction_clip_max: float | None = 3.0,
+    correction_clip_min: float | None = None,
+    top_entropy: float = 1.0,
+    off_policy_threshold: float | None = None,
+    keeps_silent_rows: bool = False,
     beta: float = 0.0,
     kl_estimator: str = "k3",
     kl_importance_weighted: bool = True,
@@ -216,7 +85,15 @@ def build_objective(
         max_completion_length: the constant L of ``dr_grpo``, in tokens.
         loss_aggregation: a key of ``AGGREGATIONS``, or ``pkg.mod:fn``; None takes that of ``loss_type``.
         importance_sampling_level: a key of ``RATIOS``.
+        advantage_estimator: a key of ``ADVANTAGES``, or ``pkg.mod:fn``; None takes that of ``scale_rewards``.
+        multi_objective_aggregation: one of ``MULTI_OBJECTIVE_AGGREGATIONS``.
         advantage_ddof: 1 for the sample standard deviation, 0 for the population's.
+        correction: a key of ``CORRECTIONS``, or ``pkg.mod:fn``; None corrects nothing.
+        correction_clip_max: greatest weight of a correction.
+        correction_clip_min: least weight of a correction.
+        top_entropy: see ``Objective``.
+        off_policy_threshold: see ``Objective``.
+        keeps_silent_rows: see ``Objective``; always so for a policy loss of one's own.
         beta: weight of the KL term.
         kl_estimator: a key of ``KL_ESTIMATORS``, or ``pkg.mod:fn``.
         kl_importance_weighted: see ``Objective``.
@@ -230,7 +107,10 @@ def build_objective(
         ValueError: if a name is unknown, or no policy loss has such a knob.
     """
     recipe = recipe_of(loss_type)
-    advantage = _choose(scale_rewards, SCALE_REWARDS, "scale_rewards")
+    advantage = advantage_estimator or _choose(scale_rewards, SCALE_REWARDS, "scale_rewards")
+    joint = _choose(
+        multi_objective_aggregation, {n: n for n in MULTI_OBJECTIVE_AGGREGATIONS}, "multi_objective_aggregation"
+    )
     _choose(importance_sampling_level, RATIOS, "importance_sampling_level")
     known = {name for loss in POLICY_LOSSES.values() for name in inspect.signature(loss).parameters}
     for name in policy_loss_knobs:
@@ -243,7 +123,12 @@ def build_objective(
         return resolve(name, table, what, **only_accepted(resolve(name, table, what), available))
 
     return Objective(
-        advantage=bound(advantage, ADVANTAGES, "advantage", ddof=advantage_ddof),
+        advantage=bound(advantage, ADVANTAGES, "advantage_estimator", ddof=advantage_ddof),
+        joint_advantage=(
+            bound(joint, MULTI_REWARD_ADVANTAGES, "multi_objective_aggregation", ddof=advantage_ddof)
+            if joint in MULTI_REWARD_ADVANTAGES
+            else None
+        ),
         policy_loss=bound(recipe.policy_loss, POLICY_LOSSES, "policy loss", **knobs),
         aggregation=bound(
             loss_aggregation or recipe.aggregation, AGGREGATIONS, "loss_aggregation", length=max_completion_length
@@ -252,7 +137,12 @@ def build_objective(
         beta=beta,
         kl_importance_weighted=kl_importance_weighted,
         importance_sampling_level=importance_sampling_level,
-        keeps_silent_rows=recipe.policy_loss not in POLICY_LOSSES,
+        correction=correction
+        and bound(correction, CORRECTIONS, "correction", clip_max=correction_clip_max, clip_min=correction_clip_min),
+        compares_with_sampler=recipe.policy_loss in COMPARES_WITH_SAMPLER,
+        top_entropy=top_entropy,
+        off_policy_threshold=off_policy_threshold,
+        keeps_silent_rows=keeps_silent_rows or recipe.policy_loss not in POLICY_LOSSES,
     )
 
 

@@ -24,7 +24,7 @@ from grpo_trainer.metrics import MetricStore
 from grpo_trainer.policy.modes import eval_mode
 from grpo_trainer.policy.scoring import completion_logprobs
 from grpo_trainer.rewards.base import RewardInputs, RewardLog, RewardSet
-from grpo_trainer.types import AdvantageFn, Completions, Prompt, RolloutBatch, Row, SamplingParams
+from grpo_trainer.types import AdvantageFn, Completions, JointAdvantageFn, Prompt, RolloutBatch, Row, SamplingParams
 
 Gather = Callable[[Tensor], Tensor]
 """``(n, ...) on this process -> (W * n, ...) of all, by rank``; every process gives the same shape."""
@@ -116,6 +116,7 @@ class RolloutCollector:
         sampling: how they are drawn in training.
         rewards: the reward functions.
         advantage: totals (P, G) -> advantages (P, G).
+        joint_advantage: rewards (P, G, R) and their weights -> advantages (P, G), in place of ``advantage``; or None.
         num_generations: G.
         policy: returns the module that is trained, unwrapped.
         limit: how long a prompt may be.
@@ -139,6 +140,7 @@ class RolloutCollector:
     num_generations: int
     policy: Callable[[], nn.Module]
     limit: PromptLimit = field(default_factory=PromptLimit)
+    joint_advantage: JointAdvantageFn | None = None
     reference: Reference | None = None
     keep_old_logprobs: bool = False
     mask_truncated: bool = False
@@ -174,9 +176,14 @@ class RolloutCollector:
         shared = self._share(drawn, count, failure)  # (N, R + 3), all processes
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
-        advantages = self.advantage(totals)  # (P, G)
+        grouped = rewards.view(-1, self.num_generations, len(self.rewards.names))  # (P, G, R)
+        if self.joint_advantage is None:
+            advantages, silent = self.advantage(totals), is_constant(totals)  # (P, G), (P,)
+        else:
+            advantages = self.joint_advantage(grouped, weights=self.rewards.weights)
+            silent = torch.stack([is_constant(each) for each in grouped.unbind(dim=-1)]).all(dim=0)
         if self.rank == 0:  # every process holds the same figures: one counts them
-            count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:])
+            count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], silent)
         assert drawn is not None
         local = advantages.flatten().float()
         if self.layout is not None:
@@ -367,7 +374,9 @@ class RolloutCollector:
             self.metrics.add(name, time.perf_counter() - start, 0.0)
 
 
-def count_rollout(metrics: MetricStore, names: Sequence[str], rewards: Tensor, totals: Tensor, facts: Tensor) -> None:
+def count_rollout(
+    metrics: MetricStore, names: Sequence[str], rewards: Tensor, totals: Tensor, facts: Tensor, silent: Tensor
+) -> None:
     """Figures about all completions of a rollout.
 
     Args:
@@ -376,6 +385,7 @@ def count_rollout(metrics: MetricStore, names: Sequence[str], rewards: Tensor, t
         rewards: (N, R), NaN = does not apply.
         totals: (P, G) weighted totals, NaN = unscorable.
         facts: (N, 3) prompt length, completion length, finished flag.
+        silent: (P,) True where a group carries no signal.
     """
     labels = [("reward", "reward_std"), *((f"rewards/{name}/mean", f"rewards/{name}/std") for name in names)]
     for (mean, std), values in zip(labels, [totals.flatten(), *rewards.T], strict=True):
@@ -383,7 +393,7 @@ def count_rollout(metrics: MetricStore, names: Sequence[str], rewards: Tensor, t
         if len(known):
             metrics.add(mean, known.sum().item(), len(known))
             metrics.add(std, known.std().item() if len(known) > 1 else 0.0)
-    metrics.add("frac_reward_zero_std", is_constant(totals).sum().item(), len(totals))
+    metrics.add("frac_reward_zero_std", silent.sum().item(), len(silent))
     lengths, finished = facts[:, 1], facts[:, 2] > 0
     metrics.add("completions/clipped_ratio", (~finished).sum().item(), len(finished))
     for label, some in [("", lengths), ("terminated_", lengths[finished])]:

@@ -24,6 +24,7 @@ from transformers.utils import logging
 from grpo_trainer.assembly import (
     check_args,
     course_settings,
+    entropy_bonus_of,
     objective_of,
     prefer_own_progress,
     refuse_not_yet,
@@ -38,8 +39,8 @@ from grpo_trainer.dataset import check_dataset, check_eval_dataset, check_reward
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
 from grpo_trainer.generation.engines import make_generator
 from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
+from grpo_trainer.loss import masked_sum
 from grpo_trainer.metrics import MetricStore
-from grpo_trainer.objective import masked_sum
 from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import check_packing, completion_logprobs
 from grpo_trainer.reports.first_prompt import FirstPrompt
@@ -177,11 +178,13 @@ class GRPOTrainer(ResumableTrainer):
             )
         self.plan = args.batch_plan()
         self.objective = objective_of(args)
+        self.entropy_bonus = entropy_bonus_of(args)
         self.metrics = MetricStore()
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
         self._verify_packing: str = args.verify_packing
+        self._bonus_items = torch.ones(())
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
@@ -206,6 +209,7 @@ class GRPOTrainer(ResumableTrainer):
             sampling=sampling_params(args, self.model, renderer.tokenizer),
             rewards=rewards,
             advantage=self.objective.advantage,
+            joint_advantage=self.objective.joint_advantage,
             num_generations=self.plan.num_generations,
             policy=lambda: self.model,
             limit=limit,
@@ -304,11 +308,11 @@ class GRPOTrainer(ResumableTrainer):
                 self._collect(ticket, place)
             window.append(self._pending.popleft())
         self.metrics.add("tokens_per_second", sum(batch.num_tokens for batch in window), 0.0)
-        items = torch.zeros((), device=device)
+        items = torch.zeros(2, device=device)
         for batch in window:
-            items = items + self.objective.items(batch)
-        micro_batches = [{"batch": self._live(batch)} for batch in window]
-        return micro_batches, _divisor(self.accelerator.reduce(items, reduction="sum"))
+            items = items + torch.stack([self.objective.items(batch), self.objective.bonus_items(batch).float()])
+        items, self._bonus_items = _divisor(self.accelerator.reduce(items, reduction="sum"))
+        return [{"batch": self._live(batch)} for batch in window], items
 
     def _live(self, batch: RolloutBatch) -> RolloutBatch:
         """What has to be computed of a micro-batch: exactly, without the rows that carry no gradient.
@@ -365,15 +369,34 @@ class GRPOTrainer(ResumableTrainer):
         if self._verify_packing != "never":
             check_packing(model, batch, temperature=self.args.temperature)
             self._verify_packing = "always" if self._verify_packing == "always" else "never"
-        scores = completion_logprobs(model, batch, temperature=self.args.temperature, with_entropy=True)
-        total, stats = self.objective(scores.logprobs, batch)
+        applied = self.entropy_bonus.applied
+        scores = completion_logprobs(
+            model, batch, temperature=self.args.temperature, with_entropy=True, entropy_gradient=applied != 0
+        )
+        total, stats, bonus = self.objective(scores.logprobs, batch, entropy=scores.entropy, pool=self._pool)
+        bonus_items = self._bonus_items
         if num_items_in_batch is None:
-            num_items_in_batch = _divisor(self.objective.items(batch))
-        assert scores.entropy is not None
-        self._count({**stats, "entropy": masked_sum(scores.entropy, batch.mask)})
+            num_items_in_batch, bonus_items = (
+                _divisor(n) for n in (self.objective.items(batch), self.objective.bonus_items(batch))
+            )
+        assert scores.entropy is not None and bonus is not None
+        self._count({**stats, "entropy": masked_sum(scores.entropy.detach(), batch.mask)})
+        loss = total / num_items_in_batch
+        if self.entropy_bonus.enabled:
+            self.entropy_bonus.count(*bonus)
+            self.metrics.add("policy_loss", loss.detach(), 0.0)
+            loss = loss - applied * bonus[0] / bonus_items
         # data-parallel wrappers average gradients over processes; the objective is a sum over them
-        loss = total * self.accelerator.num_processes / num_items_in_batch
+        loss = loss * self.accelerator.num_processes
         return (loss, scores) if return_outputs else loss
+
+    def _pool(self, values: Tensor) -> Tensor:
+        """(n,) values of this process -> (m,) of all; every process calls it once per micro-batch."""
+        if self.args.world_size == 1:
+            return values
+        padded = self.accelerator.pad_across_processes(values, dim=0, pad_index=-1)
+        gathered = self.accelerator.gather(padded)
+        return gathered[gathered >= 0]  # an entropy is never negative
 
     def _count(self, stats: dict[str, tuple[Tensor, Tensor]]) -> None:
         for name, (total, count) in stats.items():
@@ -389,6 +412,10 @@ class GRPOTrainer(ResumableTrainer):
     def _end_step(self) -> None:
         """Closes the books of one optimizer step: every time is per step, and what is not named is the update."""
         self._sync_reference()
+        if self.entropy_bonus.enabled:
+            self.entropy_bonus.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum"))
+            self.metrics.add("entropy_coef", self.entropy_bonus.coefficient)
+            self.metrics.add("policy_loss", 0.0, 1.0 / self.args.world_size)
         if self._step_started is None:
             return
         seconds = time.perf_counter() - self._step_started
@@ -418,6 +445,7 @@ class GRPOTrainer(ResumableTrainer):
             pending=list(self._pending),
             metrics=self.metrics.state_dict(),
             reference=reference.state_dict() if reference is not None else {},
+            entropy_bonus=self.entropy_bonus.state_dict(),
         )
 
     def _take_run_state(self, state: RunState, *, same_layout: bool) -> None:
@@ -425,6 +453,7 @@ class GRPOTrainer(ResumableTrainer):
         if same_layout:
             self._pending = deque(state.pending)
         self.metrics.load_state_dict(state.metrics)
+        self.entropy_bonus.load_state_dict(state.entropy_bonus)
         if state.reference and self.collector.reference is not None:
             self.collector.reference.load_state_dict(state.reference)
 

@@ -36,6 +36,12 @@ Row = Mapping[str, Any]
 AdvantageFn = Callable[[Tensor], Tensor]
 """``(rewards (P, G), NaN = unscorable) -> advantages (P, G)``, finite, 0 where unscorable."""
 
+CorrectionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""``(logprobs (B, T), sampling_logprobs (B, T), mask (B, T)) -> weights (B, T) or (B, 1)``, without gradient."""
+
+JointAdvantageFn = Callable[..., Tensor]
+"""``(rewards (P, G, R), weights=(R,)) -> advantages (P, G)``, for rewards that are not summed first."""
+
 KLFn = Callable[[Tensor, Tensor], Tensor]
 """``(logprobs (B, T), ref_logprobs (B, T)) -> KL estimate (B, T)``, in nats."""
 
@@ -128,6 +134,7 @@ class RolloutBatch:
         advantages: (B,) float32.
         old_logprobs: (B, T) float32 under the sampling policy, 0 beyond a row's length; None: the sampling policy
             is the current policy, so that the importance ratio is exactly 1.
+        sampling_logprobs: (B, T) float32 that the sampler itself gave, NaN where unknown; None: they are the trainer's.
         ref_logprobs: (B, T) float32 under the reference policy; None: the objective has no KL term.
         token_weights: (B, T) float32, what each token's loss is multiplied by before it is summed; None: what the
             aggregation makes of ``mask``. Set where rows have been left out that the weights depend on.
@@ -140,6 +147,7 @@ class RolloutBatch:
     mask: Tensor
     advantages: Tensor
     old_logprobs: Tensor | None = None
+    sampling_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
     token_weights: Tensor | None = None
 
@@ -179,6 +187,7 @@ class RolloutBatch:
             mask=cut(self.mask),
             advantages=self.advantages.index_select(0, index),
             old_logprobs=None if self.old_logprobs is None else cut(self.old_logprobs),
+            sampling_logprobs=None if self.sampling_logprobs is None else cut(self.sampling_logprobs),
             ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
             token_weights=None if self.token_weights is None else cut(self.token_weights),
         )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from grpo_trainer.functional.advantages import ADVANTAGES
 from grpo_trainer.functional.aggregation import AGGREGATIONS
+from grpo_trainer.functional.kl import KL_ESTIMATORS
 from grpo_trainer.functional.ratios import RATIOS
 from grpo_trainer.not_yet import NotYet
-from grpo_trainer.objective import LOSS_TYPES, knobs_of, recipe_of
-from grpo_trainer.registry import suggest
+from grpo_trainer.objective import LOSS_TYPES, MULTI_OBJECTIVE_AGGREGATIONS, SCALE_REWARDS, knobs_of, recipe_of
+from grpo_trainer.registry import resolve, suggest
+from grpo_trainer.sampler import BatchPlan
 
 POLICY_LOSS_FIELDS = (
     *("epsilon", "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos"),
@@ -19,11 +22,14 @@ POLICY_LOSS_FIELDS = (
 )
 """Fields that are handed to the policy loss as they are, if it takes them."""
 
+_ADAPTIVE_FIELDS = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+
 
 @dataclass
 class Variants(NotYet):
     """The fields, those of TRL with TRL's defaults, then those of our own."""
 
+    beta: float = field(default=0.0, metadata={"help": "Weight of the KL term; 0 needs no reference."})
     epsilon: float = field(default=0.2, metadata={"help": "Lower clip distance of the ratio."})
     epsilon_high: float | None = field(
         default=None,
@@ -37,6 +43,13 @@ class Variants(NotYet):
     loss_type: str = field(
         default="dapo",
         metadata={"help": f"One of {', '.join(LOSS_TYPES)}; or a policy loss of your own as pkg.mod:fn."},
+    )
+    scale_rewards: str = field(
+        default="group",
+        metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
+    )
+    use_bias_correction_kl: bool = field(
+        default=True, metadata={"help": "Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."}
     )
     importance_sampling_level: str = field(
         default="token",
@@ -60,6 +73,42 @@ class Variants(NotYet):
         default=2.0, metadata={"help": "lambda of vespo's kernel where the advantage is below 0; above 0."}
     )
 
+    multi_objective_aggregation: str = field(
+        default="sum_then_normalize",
+        metadata={
+            "help": "Add the weighted rewards up and normalise the sum, or normalise each within its group first "
+            "(GDPO, normalize_then_sum)."
+        },
+    )
+
+    off_policy_mask_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "Drop completions with a negative advantage whose tokens have become less likely by more than so "
+            "many nats on average since they were sampled (DeepSeek-V3.2); None drops none."
+        },
+    )
+    top_entropy_quantile: float = field(
+        default=1.0, metadata={"help": "Share of the tokens, those of the highest entropy, that is trained on."}
+    )
+    entropy_coef: float = field(
+        default=0.0,
+        metadata={"help": "Weight of the entropy bonus, in loss per nat; with use_adaptive_entropy the first."},
+    )
+    use_adaptive_entropy: bool = field(
+        default=False,
+        metadata={
+            "help": "Raise the weight by entropy_coef_delta at each optimizer step whose entropy is at or below "
+            "entropy_target, lower it otherwise, and apply it only at or below (Skywork-OR1)."
+        },
+    )
+    entropy_coef_min: float = field(default=0.0, metadata={"help": "Least weight of the adaptive bonus."})
+    entropy_coef_max: float = field(default=1.0, metadata={"help": "Greatest weight of the adaptive bonus."})
+    entropy_coef_delta: float = field(default=0.005, metadata={"help": "Step of the weight of the adaptive bonus."})
+    entropy_target: float = field(
+        default=0.2, metadata={"help": "Entropy that the adaptive bonus holds, in nats per token that is trained on."}
+    )
+
     # --- fields of our own --------------------------------------------------------------------------------------------
     loss_aggregation: str | None = field(
         default=None,
@@ -67,6 +116,17 @@ class Variants(NotYet):
             "help": "How the losses of tokens become one number, in place of what loss_type stands for: one of "
             f"{', '.join(AGGREGATIONS)}."
         },
+    )
+    advantage_estimator: str | None = field(
+        default=None,
+        metadata={
+            "help": "From rewards to advantages, in place of what scale_rewards stands for: one of "
+            f"{', '.join(ADVANTAGES)}; or a function of your own as pkg.mod:fn."
+        },
+    )
+    kl_estimator: str = field(
+        default="k3",
+        metadata={"help": f"Estimator of the KL term: one of {', '.join(KL_ESTIMATORS)}; or pkg.mod:fn."},
     )
     gmpo_epsilon: float = field(
         default=0.4,
@@ -84,6 +144,9 @@ class Variants(NotYet):
         """
         self._check_loss()
         self._check_numbers_of_variants()
+        self._check_advantage()
+        self._check_kl()
+        self._check_entropy()
 
     def notes_on_variant(self) -> list[str]:
         """What is legal and yet probably not meant, in words.
@@ -95,16 +158,30 @@ class Variants(NotYet):
         aggregation = self.loss_aggregation or recipe_of(self.loss_type).aggregation
         if self.loss_type == "luspo" and self.importance_sampling_level == "token":
             notes.append(
-                "loss_type='luspo' with importance_sampling_level='token' clips token by token, as in TRL: LUSPO itself "
-                "is importance_sampling_level='sequence'"
+                "loss_type='luspo' with importance_sampling_level='token' clips token by token, as in TRL: LUSPO "
+                "itself is importance_sampling_level='sequence'"
             )
         weighs_by_length = aggregation not in ("sequence_mean", "sequence_sum")
         if self.importance_sampling_level != "token" and weighs_by_length:
             notes.append(
-                f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r} counts "
-                "a completion as often as it has tokens: GSPO itself is loss_type='grpo'"
+                f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r} "
+                "counts a completion as often as it has tokens: GSPO itself is loss_type='grpo'"
+            )
+        if self.kl_estimator == "k2" and self.use_bias_correction_kl:
+            notes.append(
+                "kl_estimator='k2' with use_bias_correction_kl=True has the gradient of half the mean squared "
+                "log-ratio; that of the KL itself it has with use_bias_correction_kl=False"
+            )
+        if self.off_policy_mask_threshold is not None and not self.batch_plan().rollout_outlives_step:
+            notes.append(
+                f"off_policy_mask_threshold={self.off_policy_mask_threshold} drops nothing: each rollout is trained on "
+                "once, by the policy that sampled it. It acts with num_iterations or steps_per_generation above that"
             )
         return notes
+
+    def batch_plan(self) -> BatchPlan:
+        """The arithmetic of rollouts and micro-batches, which the whole configuration knows."""
+        raise NotImplementedError
 
     def _check_numbers_of_variants(self) -> None:
         above, least = 0.0, -math.inf
@@ -112,7 +189,9 @@ class Variants(NotYet):
             *((f"sapo_temperature_{side}", above, False) for side in ("neg", "pos")),
             *((f"vespo_lambda_{side}", above, False) for side in ("neg", "pos")),
             *((f"vespo_k_{side}", least, False) for side in ("neg", "pos")),
-            *((name, 0.0, True) for name in ("gmpo_epsilon", "gmpo_epsilon_high")),
+            *((name, 0.0, True) for name in ("gmpo_epsilon", "gmpo_epsilon_high", "top_entropy_quantile")),
+            *((name, 0.0, False) for name in ("off_policy_mask_threshold", "entropy_coef_delta", "entropy_target")),
+            *((name, least, False) for name in ("entropy_coef", "entropy_coef_min", "entropy_coef_max")),
         ]
         optional = {f.name for f in dataclasses.fields(self) if f.default is None}
         for name, bound, closed in rules:
@@ -127,8 +206,8 @@ class Variants(NotYet):
 
     def _check_loss(self) -> None:
         self._check_name("importance_sampling_level", RATIOS)
-        if self.loss_aggregation is not None and ":" not in self.loss_aggregation:
-            self._check_name("loss_aggregation", AGGREGATIONS)
+        if self.loss_aggregation is not None:
+            self._check_name_or_path("loss_aggregation", AGGREGATIONS)
         loss_type = self.loss_type
         if not isinstance(loss_type, str):
             raise ValueError(f"loss_type={loss_type!r} must be a name, not {type(loss_type).__name__}")
@@ -151,6 +230,66 @@ class Variants(NotYet):
                 f"epsilon_high={self.epsilon_high} would shrink every token: with loss_type='cispo' it is the greatest "
                 "ratio itself, as in TRL, not a distance from 1. Leave it out (5.0), or give a number of at least 1"
             )
+
+    def _check_advantage(self) -> None:
+        self._check_name("multi_objective_aggregation", MULTI_OBJECTIVE_AGGREGATIONS)
+        named, scale, joint = self.advantage_estimator, self.scale_rewards, self.multi_objective_aggregation
+        if named is not None:
+            self._check_name_or_path("advantage_estimator", ADVANTAGES)
+            if scale != "group" and SCALE_REWARDS[scale] != named:
+                raise ValueError(
+                    f"scale_rewards={scale!r} stands for advantage_estimator={SCALE_REWARDS[scale]!r}, and "
+                    f"advantage_estimator={named!r} says something else: give one of them"
+                )
+        if joint == "sum_then_normalize":
+            return
+        for name, value, rest in (("advantage_estimator", named, None), ("scale_rewards", scale, "group")):
+            if value != rest:
+                raise ValueError(
+                    f"{name}={value!r} has nothing to act on: multi_objective_aggregation={joint!r} divides each "
+                    f"reward by the deviation of its group, and their sum by that of the batch. "
+                    f"Leave {name} at {rest!r}"
+                )
+
+    def _check_kl(self) -> None:
+        self._check_name_or_path("kl_estimator", KL_ESTIMATORS)
+        if self.kl_estimator != "k3" and not self.beta:
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator!r} has nothing to act on: beta={self.beta} leaves the KL term out. "
+                "Set beta above 0, or leave kl_estimator out"
+            )
+        if self.kl_estimator == "k1" and not self.use_bias_correction_kl:
+            raise ValueError(
+                "kl_estimator='k1' with use_bias_correction_kl=False would pull at nothing: the gradient of the "
+                "log-ratio is 0 on average, so beta would add noise alone. Set use_bias_correction_kl=True, or take k2 "
+                "or k3"
+            )
+
+    def _check_entropy(self) -> None:
+        if self.top_entropy_quantile > 1:
+            raise ValueError(
+                f"top_entropy_quantile={self.top_entropy_quantile} must be a share of the tokens, in [0, 1]; 0.2 "
+                "trains on a fifth of them, 1 on all"
+            )
+        low, first, high = self.entropy_coef_min, self.entropy_coef, self.entropy_coef_max
+        if self.use_adaptive_entropy and not low <= first <= high:
+            raise ValueError(
+                f"entropy_coef={first}, where the adaptive weight begins, must be between entropy_coef_min={low} and "
+                f"entropy_coef_max={high}"
+            )
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        idle = [n for n in _ADAPTIVE_FIELDS if getattr(self, n) != defaults[n]]
+        if idle and not self.use_adaptive_entropy:
+            raise ValueError(
+                f"{idle[0]}={getattr(self, idle[0])} has nothing to act on: the weight of the entropy bonus is fixed. "
+                f"Set use_adaptive_entropy=True, or leave {idle[0]} out"
+            )
+
+    def _check_name_or_path(self, name: str, known: Mapping[str, Callable]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str):
+            raise ValueError(f"{name}={value!r} must be a name, not {type(value).__name__}")
+        resolve(value, known, name)
 
     def _check_name(self, name: str, legal: Iterable[str]) -> None:
         value, known = getattr(self, name), list(legal)

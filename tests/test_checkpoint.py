@@ -111,6 +111,7 @@ def test_a_run_state_reads_back_as_it_was(tmp_path):
         loss_total=1 / 3,
         losses_since=1,
         reference={"w": torch.ones(2)},
+        entropy_bonus={"coefficient": 0.05, "last_entropy": float("inf")},
     )
     state.save(tmp_path, 1)
     back = RunState.load(tmp_path, 1)
@@ -125,6 +126,7 @@ def test_a_run_state_reads_back_as_it_was(tmp_path):
     assert (back.metrics, back.loss, back.last_logged) == (metrics, 0.1, 3)
     assert (back.loss_total, back.losses_since) == (1 / 3, 1)
     assert torch.equal(back.reference["w"], torch.ones(2))
+    assert back.entropy_bonus == state.entropy_bonus
 
 
 def test_changed_settings_are_named_with_both_values(tmp_path):

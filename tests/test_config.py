@@ -155,7 +155,59 @@ REFUSED = {
     ),
     "an unknown aggregation": (
         dict(per_device_train_batch_size=4, loss_aggregation="token_maen"),
-        "loss_aggregation='token_maen' is unknown. Did you mean 'token_mean'",
+        "unknown loss_aggregation 'token_maen'. Did you mean 'token_mean'",
+    ),
+    "an advantage that is misspelt": (
+        dict(per_device_train_batch_size=4, advantage_estimator="leave_on_out"),
+        "unknown advantage_estimator 'leave_on_out'. Did you mean 'leave_one_out'",
+    ),
+    "two advantages": (
+        dict(per_device_train_batch_size=4, advantage_estimator="leave_one_out", scale_rewards="batch"),
+        "scale_rewards='batch' stands for advantage_estimator='batch_zscore'.*'leave_one_out'.*give one",
+    ),
+    "a scale that GDPO does not read": (
+        dict(per_device_train_batch_size=4, multi_objective_aggregation="normalize_then_sum", scale_rewards=False),
+        "scale_rewards='none' has nothing to act on: multi_objective_aggregation='normalize_then_sum'.*at 'group'",
+    ),
+    "an advantage that GDPO does not read": (
+        dict(
+            per_device_train_batch_size=4,
+            multi_objective_aggregation="normalize_then_sum",
+            advantage_estimator="group_center",
+        ),
+        "advantage_estimator='group_center' has nothing to act on.*at None",
+    ),
+    "an unknown order of rewards": (
+        dict(per_device_train_batch_size=4, multi_objective_aggregation="normalise_then_sum"),
+        "multi_objective_aggregation='normalise_then_sum' is unknown. Did you mean 'normalize_then_sum'",
+    ),
+    "an estimator of nothing": (
+        dict(per_device_train_batch_size=4, kl_estimator="k2"),
+        "kl_estimator='k2' has nothing to act on: beta=0.0",
+    ),
+    "an estimator that is misspelt": (
+        dict(per_device_train_batch_size=4, beta=0.1, kl_estimator="k4"),
+        "unknown kl_estimator 'k4'",
+    ),
+    "an estimator that pulls at nothing": (
+        dict(per_device_train_batch_size=4, beta=0.1, kl_estimator="k1", use_bias_correction_kl=False),
+        "kl_estimator='k1' with use_bias_correction_kl=False would pull at nothing.*Set use_bias_correction_kl=True",
+    ),
+    "more than all tokens": (
+        dict(per_device_train_batch_size=4, top_entropy_quantile=1.2),
+        r"top_entropy_quantile=1.2 must be a share of the tokens, in \[0, 1\]",
+    ),
+    "a target that nothing holds": (
+        dict(per_device_train_batch_size=4, entropy_coef=0.01, entropy_target=0.5),
+        "entropy_target=0.5 has nothing to act on.*Set use_adaptive_entropy=True",
+    ),
+    "a weight that begins out of its bounds": (
+        dict(per_device_train_batch_size=4, use_adaptive_entropy=True, entropy_coef=2.0),
+        "entropy_coef=2.0.*between entropy_coef_min=0.0 and entropy_coef_max=1.0",
+    ),
+    "a distance of 0": (
+        dict(per_device_train_batch_size=4, off_policy_mask_threshold=0.0),
+        "off_policy_mask_threshold=0.0 must be above 0",
     ),
     "an unknown policy for long prompts": (
         dict(per_device_train_batch_size=4, max_prompt_length=8, overlong_prompts="filer"),
@@ -256,6 +308,11 @@ def test_it_is_a_training_arguments():
         (dict(importance_sampling_level="sequence"), "GSPO itself is loss_type='grpo'"),
         (dict(loss_type="grpo", importance_sampling_level="sequence"), None),
         (dict(loss_type="luspo", importance_sampling_level="sequence"), None),
+        (dict(beta=0.1, kl_estimator="k2"), "that of the KL itself it has with use_bias_correction_kl=False"),
+        (dict(beta=0.1, kl_estimator="k1"), None),
+        (dict(scale_rewards="none", advantage_estimator="group_center"), None),
+        (dict(off_policy_mask_threshold=0.5), "off_policy_mask_threshold=0.5 drops nothing"),
+        (dict(off_policy_mask_threshold=0.5, num_iterations=2), None),
         (dict(), None),
     ],
 )

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
 import torch
 
 from grpo_trainer.functional.losses import TokenLoss, clipped
-from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS, build_objective, knobs_of, masked_sum
+from grpo_trainer.loss import masked_sum
+from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS, build_objective, knobs_of
 from grpo_trainer.types import RolloutBatch
 
 CLIPPED = ["grpo", "dapo", "bnpo", "dr_grpo", "luspo"]  # whose policy loss is the clipped surrogate
@@ -297,6 +299,24 @@ def test_scale_rewards_and_the_kind_of_deviation_choose_the_advantage(scale_rewa
     assert set(SCALE_REWARDS) == {"group", "batch", "none"}
 
 
+def test_an_advantage_by_name_takes_the_place_of_the_scale():
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    objective = build(advantage_estimator="leave_one_out")
+    assert objective.advantage(rewards)[0].tolist() == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert build(advantage_estimator="statistics:mean").advantage is statistics.mean
+
+
+def test_rewards_can_be_normalised_before_they_are_added():
+    assert build().joint_advantage is None
+    joint = build(multi_objective_aggregation="normalize_then_sum", advantage_ddof=0).joint_advantage
+    # population z-scores are -1, 1 for either function; weighted 3 and 1, the groups' sums are -4, 4 and -3, 3
+    rewards = torch.tensor([[[0.0, 0.0], [9.0, 1.0]], [[0.0, 5.0], [1.0, 5.0]]], dtype=torch.float64)
+    std = math.sqrt((16 + 9) / 2)
+    expected = [[-4 / std, 4 / std], [-3 / std, 3 / std]]
+    got = joint(rewards, weights=torch.tensor([3.0, 1.0]))
+    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-3)
+
+
 def test_rewards_times_ten_are_gradients_times_ten_only_without_scaling():
     rewards, logprobs = torch.tensor([[0.0, 1.0, 5.0]]), -torch.rand(3, 2)
     for scale, factor in (("none", 10.0), ("group", 1.0), ("batch", 1.0)):
@@ -382,6 +402,65 @@ def test_an_aggregation_by_name_takes_the_place_of_the_losss_own(aggregation, va
     batch = rows_of(2, 4, advantages=[1.0, -2.0])  # losses -1 and 2, see above
     loss = loss_of(build("grpo", loss_aggregation=aggregation), torch.zeros(2, 4), batch)[0]
     assert loss == pytest.approx(value, rel=1e-6)
+
+
+def test_a_share_of_tokens_by_entropy_carries_the_policy_loss_and_counts_as_before():
+    # the upper half of the entropies 1, 4, 3, 2 is 4 and 3; the KL stays on all tokens, and so does the count
+    batch = rows_of(4, advantages=[1.0], pads=1, ref=torch.zeros(1, 4))
+    entropy = torch.tensor([[1.0, 4.0, 3.0, 2.0, 9.0]])
+    out = build("dapo", top_entropy=0.5)(torch.zeros(1, 5), batch, entropy=entropy)
+    assert out.loss.item() == pytest.approx(-2.0)
+    assert [v.item() for v in out.bonus] == [7.0, 2.0]
+    objective = build("dapo", top_entropy=0.5, beta=1.0)
+    logprobs = torch.full((1, 5), -math.log(2)).requires_grad_()
+    (gradient,) = torch.autograd.grad(objective(logprobs, batch, entropy=entropy).loss, logprobs)
+    k3, slope = 1 - math.log(2), 1 - math.log(2) - 1  # d = ln 2: e^d - d - 1, and with the ratio k3 + (1 - e^d)
+    assert k3 > 0
+    assert gradient[0].tolist() == pytest.approx([slope, slope - 1, slope - 1, slope, 0.0], rel=1e-5)
+
+
+def test_entropies_of_other_processes_are_among_those_that_are_ranked():
+    batch, entropy = rows_of(2, advantages=[1.0]), torch.tensor([[1.0, 2.0]])
+    objective = build("dapo", top_entropy=0.5)
+    others = torch.tensor([5.0, 6.0])
+    loss = objective(torch.zeros(1, 2), batch, entropy=entropy, pool=lambda own: torch.cat([own, others])).loss
+    assert loss.item() == 0.0
+    assert objective(torch.zeros(1, 2), batch, entropy=entropy).loss.item() == -1.0
+
+
+def test_bad_completions_that_the_policy_has_left_behind_are_dropped_and_count():
+    # 0.9 nats per token less likely than when sampled: row 0 is good, row 1 bad; row 2 is bad and near
+    logprobs, old = -torch.ones(3, 2), torch.tensor([[-0.1, -0.1], [-0.1, -0.1], [-0.9, -0.9]])
+    batch = rows_of(2, 2, 2, advantages=[1.0, -1.0, -1.0], old=old)
+    objective = build("dapo", off_policy_threshold=0.5)
+    out = objective(logprobs, batch)
+    assert [v.item() for v in out.stats["off_policy_masked"]] == [1.0, 3.0]
+    assert out.loss.item() == pytest.approx(2 * (-math.exp(-0.9) + math.exp(-0.1)), rel=1e-5)
+    assert objective.items(batch).item() == 6
+
+
+def test_rows_without_an_advantage_are_computed_where_their_entropy_matters():
+    batch = silent_and_live()
+    for knobs in ({"top_entropy": 0.5}, {"keeps_silent_rows": True}, {"off_policy_threshold": 0.5}):
+        assert build("dapo", **knobs).without_silent_rows(batch) is batch
+
+
+def test_a_samplers_own_log_probs_correct_the_policy_loss_or_are_its_old_policy():
+    # the trainer finds the tokens e^.5 and e^-.5 times as likely as the sampler; the third is unknown
+    logprobs, sampled = -torch.ones(1, 3), torch.tensor([[-1.5, -0.5, NAN]])
+    batch = replace(rows_of(3, advantages=[1.0]), sampling_logprobs=sampled)
+    plain = build("dapo")(logprobs, batch)
+    assert plain.loss.item() == -3.0
+    assert [v.item() for v in plain.stats["sampling/sampling_logp_difference/mean"]] == [1.0, 2.0]
+    out = build("dapo", correction="token_truncate", correction_clip_max=1.2)(logprobs, batch)
+    assert out.loss.item() == pytest.approx(-(1.2 + math.exp(-0.5) + 1))
+    total, count = (v.item() for v in out.stats["sampling/importance_sampling_ratio/mean"])
+    assert total / count == pytest.approx((1.2 + math.exp(-0.5) + 1) / 3)
+    # vespo's W is exp(.5 - .5 + 0) = 1 then; without the second token it is e^.5
+    for tokens, weight in [(3, 1.0), (1, math.exp(0.5))]:
+        part = replace(rows_of(tokens, advantages=[1.0]), sampling_logprobs=sampled[:, :tokens])
+        phi = build("vespo", correction="token_truncate")(logprobs[:, :tokens], part).stats["vespo/phi_seq_mean"][0]
+        assert phi.item() == pytest.approx(weight**2 * math.exp(3 * (1 - weight)), rel=1e-5)
 
 
 def squared(logprobs, old_logprobs, advantages, mask, *, epsilon=0.2):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from grpo_trainer.data import PromptRenderer
-from grpo_trainer.functional.advantages import group_zscore
+from grpo_trainer.functional.advantages import group_zscore, normalize_then_sum
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
 from grpo_trainer.sampler import BatchPlan
@@ -94,6 +94,16 @@ def test_the_share_of_groups_without_signal(collector):
         built = collector(gives(*values))
         collect(built)
         assert reduced(built)["frac_reward_zero_std"] == share
+
+
+def test_rewards_that_are_normalised_first_are_told_apart_where_their_sum_is_constant(collector):
+    """Of the first group each function varies and the sum does not; in the second nothing does."""
+    a, b = gives(0, 1, 2, 2, name="a"), gives(1, 0, 2, 2, name="b")
+    built = collector(a, b, weights=[2.0, 1.0], joint_advantage=normalize_then_sum)
+    rollout = collect(built)
+    assert reduced(built)["frac_reward_zero_std"] == 0.5
+    # z-scores of a are -d, d and of b d, -d with d = sqrt(.5); the sums -d, d, 0, 0 have the deviation d sqrt(2 / 3)
+    assert rollout.batch.advantages.tolist() == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0.0, 0.0], rel=1e-3)
 
 
 @pytest.mark.parametrize("masked", [False, True])

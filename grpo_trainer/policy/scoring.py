@@ -34,7 +34,7 @@ class Scores(NamedTuple):
 
     Attributes:
         logprobs: (B, T) float32 in nats; 0 beyond a row's length.
-        entropy: (B, T) float32 in nats, without gradient; None if it was not asked for.
+        entropy: (B, T) float32 in nats, without gradient unless that was asked for; None if it was not.
     """
 
     logprobs: Tensor
@@ -42,7 +42,12 @@ class Scores(NamedTuple):
 
 
 def completion_logprobs(
-    model: nn.Module, batch: RolloutBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    model: nn.Module,
+    batch: RolloutBatch,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    entropy_gradient: bool = False,
 ) -> Scores:
     """Log-probs of the completion tokens of a micro-batch, one forward pass.
 
@@ -53,15 +58,17 @@ def completion_logprobs(
         batch: B rows.
         temperature: the sampling temperature, > 0; the logits are divided by it.
         with_entropy: also the entropy of each predicted distribution.
+        entropy_gradient: the entropy, too, carries a gradient; the logits of all completion tokens are then held in
+            float32 at once, which the fused head spares.
 
     Returns:
         The scores. The log-probs carry a gradient if gradients are enabled.
     """
     reason = why_padded(model)
     if reason is None:
-        return _packed_pass(model, batch, temperature, with_entropy)
+        return _packed_pass(model, batch, temperature, with_entropy, entropy_gradient)
     _say_once(f"{type(innermost(model)).__name__} computes each prompt once per completion, padded, because {reason}.")
-    return _padded_pass(model, batch, temperature, with_entropy)
+    return _padded_pass(model, batch, temperature, with_entropy, entropy_gradient)
 
 
 def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float = 1.0) -> None:
@@ -82,11 +89,11 @@ def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float =
     run = functools.partial(type(model).forward, model)  # past hooks, which are for real passes, and past autocast,
     device = batch.completion_ids.device.type  # without which float32 rounds so little that any difference shows
     with torch.no_grad(), eval_mode(model), torch.autocast(device, enabled=False):
-        padded = _padded_pass(model, some, temperature, False, run).logprobs
-        error, allowed = _distance(_packed_pass(model, some, temperature, False, run).logprobs, padded, some), 1e-3
+        padded = _padded_pass(model, some, temperature, False, run=run).logprobs
+        error, allowed = _distance(_packed_pass(model, some, temperature, False, run=run).logprobs, padded, some), 1e-3
         if any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters()):
             # a row alone and in company differ by rounding only: the measure of what is none
-            rows = [_padded_pass(model, some.select([i]), temperature, False, run).logprobs for i in range(len(some))]
+            rows = [_padded_pass(model, some.select([i]), temperature, False, run=run).logprobs for i in range(len(some))]
             alone = torch.cat([nn.functional.pad(row, (0, padded.shape[1] - row.shape[1])) for row in rows])
             allowed = 0.05 + 4 * _distance(alone, padded, some)
     if not error <= allowed:
@@ -107,10 +114,15 @@ def _distance(a: Tensor, b: Tensor, batch: RolloutBatch) -> float:
 
 
 def _packed_pass(
-    model: Any, batch: RolloutBatch, temperature: float, with_entropy: bool, run: Callable | None = None
+    model: Any,
+    batch: RolloutBatch,
+    temperature: float,
+    with_entropy: bool,
+    entropy_gradient: bool = False,
+    run: Callable | None = None,
 ) -> Scores:
     stream = pack(batch, keep_last=needs_last_token(model))
-    head = plain_head(model)
+    head = None if entropy_gradient else plain_head(model)
     entropy: list[Tensor] = []
     with packed_attention(model, stream.groups), _scoring(head, stream, temperature, with_entropy, entropy):
         logits = (run or model)(
@@ -126,7 +138,8 @@ def _packed_pass(
         logits = logits[:, stream.places]  # (1, N, V)
         logprobs = token_logprobs(logits, stream.targets[None], temperature=temperature)[0]
         if with_entropy:
-            entropy.append(token_entropy(logits.detach(), temperature=temperature)[0])
+            seen = logits if entropy_gradient else logits.detach()
+            entropy.append(token_entropy(seen, temperature=temperature)[0])
     shape = batch.completion_ids.shape
     return Scores(stream.unpack(logprobs, shape), stream.unpack(entropy[0], shape) if with_entropy else None)
 
@@ -170,7 +183,12 @@ def _scoring(
 
 
 def _padded_pass(
-    model: Any, batch: RolloutBatch, temperature: float, with_entropy: bool, run: Callable | None = None
+    model: Any,
+    batch: RolloutBatch,
+    temperature: float,
+    with_entropy: bool,
+    entropy_gradient: bool = False,
+    run: Callable | None = None,
 ) -> Scores:
     inputs = _rectangle(batch)
     width = batch.completion_ids.shape[1]
@@ -186,8 +204,8 @@ def _padded_pass(
     logprobs = token_logprobs(logits, batch.completion_ids, temperature=temperature)
     entropy = None
     if with_entropy:
-        with torch.no_grad():
-            entropy = token_entropy(logits.detach(), temperature=temperature).masked_fill(~real, 0.0)
+        seen = logits if entropy_gradient else logits.detach()
+        entropy = token_entropy(seen, temperature=temperature).masked_fill(~real, 0.0)
     return Scores(logprobs.masked_fill(~real, 0.0), entropy)
 
 

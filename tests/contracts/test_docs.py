@@ -231,6 +231,7 @@ def test_our_constructor_takes_the_peers_arguments_in_its_order():
 VARIANTS = {  # what makes the figures that only some settings have
     "cispo": dict(loss_type="cispo"),
     "vespo": dict(loss_type="vespo"),
+    "entropy": dict(use_adaptive_entropy=True, off_policy_mask_threshold=0.5),
 }
 FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}
 

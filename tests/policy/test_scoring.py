@@ -253,6 +253,19 @@ def test_entropy_is_given_on_request_and_without_gradient(model, layout):
         assert not completion_logprobs(model, batch_of()).logprobs.requires_grad
 
 
+def test_the_entropy_has_the_gradient_of_the_plain_forward_on_request(model, layout):
+    row = ROWS[0]
+    prompt, completion = PROMPTS[row[0]], row[1]
+    logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / 0.7
+    logp = logits.log_softmax(dim=-1)
+    plain = torch.autograd.grad(-(logp.exp() * logp).sum(), list(model.parameters()), allow_unused=True)
+    scores = completion_logprobs(model, batch_of([row]), temperature=0.7, with_entropy=True, entropy_gradient=True)
+    found = torch.autograd.grad(scores.entropy.sum(), list(model.parameters()), allow_unused=True)
+    for a, b in zip(plain, found, strict=True):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_a_batch_of_empty_completions_is_a_zero_that_reaches_every_weight(model, layout):
     scores = completion_logprobs(model, batch_of([(0, ()), (1, ())]), with_entropy=True)
     assert scores.logprobs.shape == scores.entropy.shape == (2, 0)

@@ -99,6 +99,20 @@ CASES = {
     "sequence ratios in sapo": dict(
         loss_type="sapo", importance_sampling_level="sequence", num_iterations=3, per_device_train_batch_size=8
     ),
+    "GDPO": dict(
+        multi_objective_aggregation="normalize_then_sum", reward_weights=[1.0, 0.5], gradient_accumulation_steps=2
+    ),
+    "entropy bonus": dict(entropy_coef=0.05, per_device_train_batch_size=8),
+    "adaptive entropy": dict(
+        loss_type="grpo",
+        use_adaptive_entropy=True,
+        entropy_coef=0.02,
+        entropy_coef_delta=0.03,
+        entropy_target=6.0,  # a uniform distribution over 256 tokens has 5.5 nats: applied from the second step on
+        per_device_train_batch_size=8,
+    ),
+    "high-entropy tokens": dict(loss_type="grpo", top_entropy_quantile=0.4, beta=0.2, per_device_train_batch_size=8),
+    "off-policy mask": dict(off_policy_mask_threshold=0.02, num_iterations=3, per_device_train_batch_size=8),
     "grpo, temperature, truncated masked": dict(
         loss_type="grpo", temperature=0.7, mask_truncated_completions=True, gradient_accumulation_steps=2
     ),
@@ -108,6 +122,23 @@ SLOW = {  # what differs from a quick case in a number only
     *("sequence ratios in sapo", "sequence ratios in dapo, two-sided", "dapo, batch scaling"),
 }
 STEPS = 3
+COMMON = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": STEPS,
+    "learning_rate": 0.5,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "bf16": False,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "disable_tqdm": True,
+    "shuffle_dataset": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -121,26 +152,10 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CASES])
 def test_gradients_agree_with_trl(case, checkpoint, tmp_path):
-    settings = {
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": STEPS,
-        "learning_rate": 0.5,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "bf16": False,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "gradient_checkpointing": False,
-        "disable_tqdm": True,
-        "shuffle_dataset": False,
-        **CASES[case],
-    }
-    theirs = trl_gradients(checkpoint, trl.GRPOConfig(str(tmp_path / "trl"), **settings))
-    ours = our_gradients(checkpoint, GRPOConfig(str(tmp_path / "ours"), **settings))
+    settings = {**COMMON, **CASES[case]}
+    rewards = [reward, length] if "reward_weights" in settings else reward
+    theirs = trl_gradients(checkpoint, trl.GRPOConfig(str(tmp_path / "trl"), **settings), rewards)
+    ours = our_gradients(checkpoint, GRPOConfig(str(tmp_path / "ours"), **settings), rewards)
     assert len(ours) == len(theirs) == STEPS
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if step > 1 and not b.any():  # all clipped
@@ -149,6 +164,22 @@ def test_gradients_agree_with_trl(case, checkpoint, tmp_path):
         assert b.norm() > 0
         error = ((a - b).norm() / b.norm()).item()
         assert error <= 1e-5, f"step {step}: relative difference {error:.1e}"
+
+
+def test_the_entropy_bonus_is_a_mean_over_the_tokens_of_the_step(checkpoint, tmp_path):
+    """Two micro-batches or one: the same here. TRL averages the means of the micro-batches, and departs from that."""
+    bonus = {k: v for k, v in COMMON.items() if k != "per_device_train_batch_size"}
+    bonus.update(max_steps=1, entropy_coef=5.0)
+    (whole,), (cut,) = (
+        our_gradients(checkpoint, GRPOConfig(str(tmp_path / f"ours{rows}"), **bonus, **size), reward)
+        for rows, size in {8: HALVES[0], 4: HALVES[1]}.items()
+    )
+    (theirs,) = trl_gradients(checkpoint, trl.GRPOConfig(str(tmp_path / "trl"), **bonus, **HALVES[1]), reward)
+    assert (whole - cut).norm() <= 1e-5 * whole.norm()
+    assert (theirs - whole).norm() > 1e-3 * whole.norm()
+
+
+HALVES = [{"per_device_train_batch_size": 8}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}]
 
 
 def rows():
@@ -167,6 +198,10 @@ def reward(completion_ids, **kwargs):
     return [float(sum(ids) % 17) / 8 for ids in completion_ids]
 
 
+def length(completion_ids, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
 class Recorder(TrainerCallback):
     def __init__(self):
         self.gradients = []
@@ -175,10 +210,10 @@ class Recorder(TrainerCallback):
         self.gradients.append(torch.cat([p.grad.flatten().clone() for p in model.parameters()]))
 
 
-def trl_gradients(checkpoint, config):
+def trl_gradients(checkpoint, config, rewards):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recorder = Recorder()
-    trainer = trl.GRPOTrainer(model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder])
+    trainer = trl.GRPOTrainer(model, rewards, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder])
 
     def generate(prompt_ids, *args, **kwargs):
         return [completion(p, i % config.num_generations) for i, p in enumerate(prompt_ids)], None
@@ -195,10 +230,10 @@ class Fixed:
         return Completions(ids=tuple(ids), finished=tuple(row[-1] == EOS_ID for row in ids))
 
 
-def our_gradients(checkpoint, config):
+def our_gradients(checkpoint, config, rewards):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recorder = Recorder()
-    trainer = GRPOTrainer(model, reward, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder])
+    trainer = GRPOTrainer(model, rewards, config, rows(), processing_class=tiny_tokenizer(), callbacks=[recorder])
     trainer.collector.generator = Fixed()
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()

@@ -19,7 +19,14 @@ import torch
 STRADDLING = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2}
 CASES = {
     "straddling": {"settings": STRADDLING},
-    "on policy, reference": {"settings": {"gradient_accumulation_steps": 2, "beta": 0.1}},
+    "on policy, reference, adaptive entropy": {
+        "settings": {
+            "gradient_accumulation_steps": 2,
+            "beta": 0.1,
+            "use_adaptive_entropy": True,
+            "entropy_target": 6.0,  # above what 256 tokens can have: the weight rises with every step
+        }
+    },
     "stream": {"settings": {**STRADDLING, "max_steps": 11}, "stream": True},
     "lora": {"settings": {**STRADDLING, "beta": 0.1}, "lora": True},
     "two processes": {"settings": STRADDLING, "world_size": 2},
