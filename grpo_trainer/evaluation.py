@@ -102,7 +102,7 @@ def sample(
     texts = [text for part in parts for text in part[3]]
     totals = collector.rewards.combine(rewards).view(len(rows), num_generations)
     store = MetricStore()
-    count_rollout(store, collector.rewards.names, rewards, totals, facts)
+    count_rollout(store, collector.rewards.names, rewards, totals, facts, collector.silent(rewards, totals))
 
     def grouped(values: list[Any]) -> list[list[Any]]:
         return [values[i : i + num_generations] for i in range(0, len(values), num_generations)]

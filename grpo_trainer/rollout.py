@@ -176,14 +176,14 @@ class RolloutCollector:
         shared = self._share(drawn, count, failure)  # (N, R + 3), all processes
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
-        grouped = rewards.view(-1, self.num_generations, len(self.rewards.names))  # (P, G, R)
         if self.joint_advantage is None:
-            advantages, silent = self.advantage(totals), is_constant(totals)  # (P, G), (P,)
+            advantages = self.advantage(totals)  # (P, G)
         else:
-            advantages = self.joint_advantage(grouped, weights=self.rewards.weights)
-            silent = torch.stack([is_constant(each) for each in grouped.unbind(dim=-1)]).all(dim=0)
+            advantages = self.joint_advantage(rewards.view(*totals.shape, -1), weights=self.rewards.weights)  # (P, G)
         if self.rank == 0:  # every process holds the same figures: one counts them
-            count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], silent)
+            count_rollout(
+                self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], self.silent(rewards, totals)
+            )
         assert drawn is not None
         local = advantages.flatten().float()
         if self.layout is not None:
@@ -250,6 +250,20 @@ class RolloutCollector:
             if name in OWN_FIGURES or name.startswith(OWN_PREFIXES):
                 raise ValueError(f"log_metric({name!r}, ...) would be mixed with the trainer's own figure of that name")
         return Drawn(rows=each_row, prompts=each_prompt, completions=completions, texts=texts, rewards=rewards, log=log)
+
+    def silent(self, rewards: Tensor, totals: Tensor) -> Tensor:
+        """Which groups carry no signal.
+
+        Args:
+            rewards: (P * G, R), NaN = does not apply.
+            totals: (P, G) weighted totals, NaN = unscorable.
+
+        Returns:
+            (P,) True where all totals are equal; with a ``joint_advantage``, where the rewards of each function are.
+        """
+        if self.joint_advantage is None:
+            return is_constant(totals)
+        return torch.stack([is_constant(each.view(totals.shape)) for each in rewards.unbind(dim=-1)]).all(dim=0)
 
     def keeps(self, row: Row, name: str) -> bool:
         """Whether a row is used at all: a policy may leave out prompts that are too long.
