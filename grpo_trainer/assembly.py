@@ -21,6 +21,7 @@ from grpo_trainer.reports.tracker import CompletionsTracker
 from grpo_trainer.reports.uploader import CompletionsUploader
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rewards.model import RewardModel
+from grpo_trainer.stream import is_stream
 from grpo_trainer.types import SamplingParams
 from grpo_trainer.variants import POLICY_LOSS_FIELDS
 
@@ -228,6 +229,8 @@ def course_settings(args: GRPOConfig, train_dataset: Any, rewards: RewardSet) ->
     settings = {k: v for k, v in args.to_dict().items() if not k.startswith(_IMMATERIAL)}
     if args.lr_scheduler_type == "constant":  # the length of the run changes nothing but its end
         settings = {k: v for k, v in settings.items() if k not in ("max_steps", "num_train_epochs")}
+    if is_stream(train_dataset):  # how many processes read it decides in which order its shards come
+        settings["dataloader_num_workers"] = args.dataloader_num_workers
     rows = len(train_dataset) if hasattr(train_dataset, "__len__") else "a stream"
     return {**settings, "world_size": args.world_size, "rows": rows, "reward_funcs": list(rewards.names)}
 

@@ -50,6 +50,12 @@ def check_dataset(
     first = first_row(dataset)
     if first is None:
         raise ValueError(f"{name} is empty")
+    pictures = sorted({"image", "images"} & set(first)) if isinstance(first, Mapping) else []
+    if pictures:
+        raise ValueError(
+            f"{name} has a column {pictures[0]!r}, but images are not supported yet and the model would not see them: "
+            f"drop it with remove_columns({pictures[0]!r}), or rename it if only a reward function reads it"
+        )
     count = 1 if stream else len(dataset) if limit.needs_every_prompt else min(len(dataset), ROWS_CHECKED)
     one_format, kept, cut = OneFormat(), [], 0
     for i in range(count):

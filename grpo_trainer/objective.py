@@ -137,8 +137,11 @@ def build_objective(
         beta=beta,
         kl_importance_weighted=kl_importance_weighted,
         importance_sampling_level=importance_sampling_level,
-        correction=correction
-        and bound(correction, CORRECTIONS, "correction", clip_max=correction_clip_max, clip_min=correction_clip_min),
+        correction=bound(
+            correction, CORRECTIONS, "correction", clip_max=correction_clip_max, clip_min=correction_clip_min
+        )
+        if correction
+        else None,
         compares_with_sampler=recipe.policy_loss in COMPARES_WITH_SAMPLER,
         top_entropy=top_entropy,
         off_policy_threshold=off_policy_threshold,

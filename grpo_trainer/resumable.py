@@ -50,6 +50,8 @@ class ResumableTrainer(Trainer):
         **kwargs: as for the Trainer.
     """
 
+    control: TrainerControl
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._checkpoint: str | None = None  # that this run goes on from
@@ -58,6 +60,7 @@ class ResumableTrainer(Trainer):
         self._losses_since = 0  # the step since which the Trainer's sum of losses counts
         self._termination = TerminationNotice()
         self._stopping = False  # whether some process was told to terminate
+        self._saved_step = -1  # of the last checkpoint
         self._warned: set[str] = set()
         self.add_callback(_Seam(self._take_up, self._heed_termination))
 
@@ -113,8 +116,6 @@ class ResumableTrainer(Trainer):
                 output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.is_in_train = False  # the Trainer says so only of a run that came to its end
-        if self._stopping and self.state.global_step < self.state.max_steps:
-            raise SystemExit(EXIT_CODE)
         return output._replace(training_loss=self._mean_loss())
 
     def _take_up(self) -> None:
@@ -122,6 +123,9 @@ class ResumableTrainer(Trainer):
         self._losses_since = self.state.global_step
         if self._checkpoint is None:
             return
+        self.state.compute_steps(self.args, self.state.max_steps)  # by what is set now, not by the checkpoint
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # it is finished; see get_batch_samples
         changed = changed_settings(self._checkpoint, self._course())
         for name, (then, now) in changed.items():
             self._warn_once(
@@ -184,6 +188,7 @@ class ResumableTrainer(Trainer):
                     self.state.save_to_json(str(draft / TRAINER_STATE_NAME))
             self.accelerator.wait_for_everyone()  # every process has written its part
         self.accelerator.wait_for_everyone()
+        self._saved_step = self.state.global_step
         if self.args.push_to_hub:
             self._push_from_checkpoint(final)
         if self.args.should_save:
@@ -220,11 +225,51 @@ class ResumableTrainer(Trainer):
         given = torch.tensor(float(self._termination.given), device=self.args.device)
         return bool(self.accelerator.reduce(given, reduction="sum").item())
 
+    def _maybe_log_save_evaluate(
+        self,
+        tr_loss: Any,
+        grad_norm: Any,
+        model: nn.Module,
+        trial: Any,
+        epoch: float,
+        ignore_keys_for_eval: list[str] | None,
+        start_time: float,
+        learning_rate: float | None = None,
+    ) -> None:
+        """Leaves the run when its step is logged and saved, if a process was told to terminate.
+
+        Not by way of ``should_training_stop``: the end of a run tidies up, which an interrupted one must not.
+
+        Args:
+            tr_loss: as for the Trainer.
+            grad_norm: as for the Trainer.
+            model: the policy, as wrapped for training.
+            trial: of a hyperparameter search.
+            epoch: as for the Trainer.
+            ignore_keys_for_eval: not used.
+            start_time: of the training run.
+            learning_rate: of the step.
+
+        Raises:
+            SystemExit: with code 143, after the checkpoint.
+        """
+        super()._maybe_log_save_evaluate(
+            tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
+        )
+        if not self._stopping or self.state.global_step >= self.state.max_steps:
+            return
+        if self._saved_step != self.state.global_step:  # what an evaluation says may overrule what was asked for
+            self._save_checkpoint(model, trial)
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        raise SystemExit(EXIT_CODE)
+
     def _heed_termination(self, control: TrainerControl) -> None:
         """At the end of a step: every process asks, whether it was told or not."""
         self._stopping = self._is_terminated()
         if self._stopping:
-            control.should_save = control.should_training_stop = True
+            control.should_save = True
+            self.args.save_only_model = False  # the run is to go on from it
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned and self.is_world_process_zero():

@@ -299,6 +299,8 @@ class GRPOTrainer(ResumableTrainer):
         Returns:
             The micro-batches of this process and Z, (): the items of the step over all micro-batches and processes.
         """
+        if self.control.should_training_stop:  # a finished run that was asked to go on: nothing is drawn
+            return [], torch.zeros((), device=device)
         self._step_started = time.perf_counter()
         tickets = list(itertools.islice(epoch_iterator, num_batches))
         self._load_rng_state(self._checkpoint)  # after what is skipped, before the first rollout

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+
+# A shell starts what runs in its background with Ctrl-C ignored, and tests of Ctrl-C would then find nothing to test.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before torch, transformers and wandb are imported: they read these once.
 os.environ.update(

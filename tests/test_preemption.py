@@ -55,13 +55,14 @@ def test_a_thread_that_gets_no_signals_goes_without():
     assert not failures
 
 
-@pytest.mark.parametrize("times", [2])
-def test_the_second_termination_is_fatal(times):
+@pytest.mark.parametrize(("grace", "ended"), [(0.0, True), (60.0, False)])
+def test_a_termination_is_fatal_when_it_comes_again_later_but_not_when_it_is_passed_on_twice(grace, ended):
     code = (
         "import os, signal, sys; sys.path.insert(0, '.');"
-        "from grpo_trainer.preemption import TerminationNotice;"
-        f"c = TerminationNotice(); c.__enter__();"
-        f"[os.kill(os.getpid(), signal.SIGTERM) for _ in range({times})]; print('still here')"
+        f"from grpo_trainer import preemption; preemption.GRACE = {grace};"
+        "c = preemption.TerminationNotice(); c.__enter__();"
+        "[os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)]; print('still here')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGTERM and "still here" not in done.stdout
+    assert (done.returncode == -signal.SIGTERM) is ended
+    assert ("still here" in done.stdout) is not ended

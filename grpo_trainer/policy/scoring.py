@@ -93,7 +93,9 @@ def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float =
         error, allowed = _distance(_packed_pass(model, some, temperature, False, run=run).logprobs, padded, some), 1e-3
         if any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters()):
             # a row alone and in company differ by rounding only: the measure of what is none
-            rows = [_padded_pass(model, some.select([i]), temperature, False, run=run).logprobs for i in range(len(some))]
+            rows = [
+                _padded_pass(model, some.select([i]), temperature, False, run=run).logprobs for i in range(len(some))
+            ]
             alone = torch.cat([nn.functional.pad(row, (0, padded.shape[1] - row.shape[1])) for row in rows])
             allowed = 0.05 + 4 * _distance(alone, padded, some)
     if not error <= allowed:

@@ -23,7 +23,9 @@ FLOORS = {
     **dict.fromkeys(["__init__", "__main__", "cli"], 5),
     **dict.fromkeys(["config", "not_yet", "variants", "assembly", "resumable", "trainer", "reports"], 4),
     **dict.fromkeys(["rollout", "evaluation"], 3),
-    **dict.fromkeys(["objective", "loss", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2),
+    **dict.fromkeys(
+        ["objective", "loss", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2
+    ),
     **dict.fromkeys(["dataset", "tasks", "builtin", "runtime", "trl_door", "stream", "checkpoint", "preemption"], 2),
     **dict.fromkeys(["types", "registry"], 1),
     **dict.fromkeys(["functional"], 0),

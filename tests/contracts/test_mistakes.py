@@ -120,6 +120,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: trainer(rows=DatasetDict(train=Dataset.from_list(ROWS))),
         ["train_dataset is a DatasetDict", "train"],
     ),
+    "pictures": (
+        lambda: trainer(rows=[{"prompt": "one", "image": 3}] * 4),
+        ["'image'", "not supported", "remove_columns"],
+    ),
     "a data frame": (lambda: trainer(rows=pd.DataFrame(ROWS)), ["DataFrame", "Dataset.from_pandas"]),
     "no rows": (lambda: trainer(rows=Dataset.from_list(ROWS).select([])), ["train_dataset is empty"]),
     "fewer rows than one rollout needs": (

@@ -44,6 +44,10 @@ OVERRIDDEN: dict[str, dict[str, Any]] = {
     "log": {"logs": REQUIRED, "start_time": None},
     "train": {"resume_from_checkpoint": None, "trial": None, "ignore_keys_for_eval": None},
     "_load_rng_state": {"checkpoint": REQUIRED},
+    "_maybe_log_save_evaluate": {
+        **dict.fromkeys(["tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"], REQUIRED),
+        **{"start_time": REQUIRED, "learning_rate": None},
+    },
     "_save_checkpoint": {"model": REQUIRED, "trial": REQUIRED},
     "_get_output_dir": {"trial": REQUIRED},
     "_push_from_checkpoint": {"checkpoint_folder": REQUIRED},

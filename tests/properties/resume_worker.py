@@ -105,7 +105,8 @@ def run(job: dict[str, Any], rank: int) -> None:
         data = IterableDataset.from_generator(stream_rows, **shards)
     peft = LoraConfig(r=4, lora_dropout=0.2, target_modules="all-linear") if job.get("lora") else None
     model = tiny_llama(num_hidden_layers=1)
-    trainer = GRPOTrainer(model, reward, config, data, processing_class=tiny_tokenizer(), peft_config=peft)
+    held_out = Dataset.from_list(rows(2)) if job.get("evaluates") else None
+    trainer = GRPOTrainer(model, reward, config, data, held_out, processing_class=tiny_tokenizer(), peft_config=peft)
     switch.wrap(trainer, "training_step")
     trainer.train(resume_from_checkpoint=True if job["resume"] else None)
     assert config.world_size == job["world_size"]

@@ -110,6 +110,27 @@ def test_a_run_told_to_terminate_saves_and_leaves_with_its_own_code(runs, tmp_pa
     assert_same_run(whole, parts, world_size)
 
 
+def test_a_termination_saves_whatever_else_decides_about_saving(runs, tmp_path):
+    """The best is step 2, and only the best is kept; the run is told to stop later, at a step that is evaluated."""
+    best = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "eval_reward"}
+    job = {"settings": {**best, "save_total_limit": 1, "save_only_model": True, "max_steps": 40}, "evaluates": True}
+    codes = runs(tmp_path, **job, terminate=str(tmp_path / "record0.jsonl"))
+    assert codes == [143], logs(tmp_path)
+    last = max(int(p.name.split("-")[1]) for p in (tmp_path / "run").glob("checkpoint-*"))
+    assert last < 40 and (tmp_path / f"run/checkpoint-{last}/optimizer.pt").is_file()
+    assert runs(tmp_path, **job, resume=True) == [0], logs(tmp_path)
+
+
+def test_a_finished_run_that_is_resumed_does_nothing_more(runs, tmp_path):
+    job = {"settings": {**STRADDLING, "max_steps": 2}}
+    assert runs(tmp_path, **job) == [0]
+    before, scored = end(tmp_path)["parameters"], len((tmp_path / "record0.jsonl").read_text())
+    assert runs(tmp_path, **job, resume=True) == [0], logs(tmp_path)
+    assert_equal(before, end(tmp_path)["parameters"])
+    assert len((tmp_path / "record0.jsonl").read_text()) == scored
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
 def test_a_resume_says_which_settings_are_not_what_they_were(runs, tmp_path):
     job = {"settings": {"lr_scheduler_type": "constant", "max_steps": 2}}
     assert runs(tmp_path, **job) == [0]
