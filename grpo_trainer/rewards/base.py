@@ -262,7 +262,7 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     except RuntimeError:
         return asyncio.run(coroutine)
     outcome: dict[str, Any] = {}
-    begun = threading.Event()
+    begun, done = threading.Event(), threading.Event()
 
     async def cancellable() -> list[Any]:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
@@ -276,17 +276,20 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
             outcome["value"] = asyncio.run(cancellable())
         except BaseException as error:
             outcome["error"] = error
+        finally:
+            done.set()
 
     thread = threading.Thread(target=work, name="rewards")
     try:
         thread.start()
-        thread.join()
+        done.wait()  # a join that an interrupt breaks off takes the thread for ended, before Python 3.13
     except BaseException:  # Ctrl-C: what went on behind the notebook's back would meet the next run
         if begun.wait(timeout=1):
             with contextlib.suppress(RuntimeError):  # it has just ended by itself
                 outcome["cancel"]()
             thread.join()
         raise
+    thread.join()
     if "error" in outcome:
         raise outcome["error"]
     return outcome["value"]
