@@ -255,8 +255,9 @@ def _checkpoint(folder: Path, recipe: Recipe, resume: bool, say: Callable[[str],
 def _comparable(recipe: Recipe) -> dict[str, Any]:
     """The settings that a resumed run must share with its first part, as JSON holds them."""
     settings = {**asdict(recipe.arguments), **recipe.settings}
-    for free in ("output_dir", "max_steps"):  # the rate is constant, so a longer run begins like a shorter one
-        settings.pop(free, None)
+    settings.pop("output_dir", None)
+    if settings.get("lr_scheduler_type") == "constant":  # a longer run then begins like a shorter one
+        settings.pop("max_steps", None)
     return json.loads(json.dumps(settings, default=str))
 
 

@@ -191,7 +191,7 @@ def launch(*words: str, file: str | None = None, expect: int = 0) -> subprocess.
         (path,) = [str(path) for path in launcher_files() if path.name == file]
         command += ["--config_file", path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == expect, done.stdout + done.stderr
     return done
 

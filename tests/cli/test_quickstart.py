@@ -117,7 +117,15 @@ def test_resume_with_other_settings_is_refused_and_names_them(folder, pressed, c
     error = capsys.readouterr().err
     assert "learning_rate=0.001 (it had 3e-05)" in error and "seed=2 (it had 1)" in error
     assert (folder / "checkpoint-3").is_dir()  # nothing is lost
-    assert quickstart(folder, "--seed", "1", "--max_steps", "8", "--resume") == 0  # a longer run is the same run
+    assert quickstart(folder, "--seed", "1", "--max_steps", "8", "--resume") == 2  # its rate falls more slowly
+    assert "max_steps=8 (it had 5)" in capsys.readouterr().err
+
+
+def test_under_a_constant_rate_a_longer_run_is_the_same_run(folder, pressed, fake_trainer):
+    constant = ["--lr_scheduler_type", "constant"]
+    assert quickstart(folder, *constant) == 130
+    assert quickstart(folder, *constant, "--max_steps", "8", "--resume") == 0
+    assert fake_trainer.made[-1].state.global_step == 8
 
 
 def test_a_fresh_run_clears_what_an_earlier_one_made_and_nothing_else(folder, pressed, capsys):
