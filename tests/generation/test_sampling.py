@@ -40,6 +40,10 @@ def test_the_token_is_the_first_whose_cumulative_probability_exceeds_the_number(
         assert draw.logprobs.item() == pytest.approx(math.log([0.1, 0.2, 0.0, 0.7][token]), abs=1e-6)
 
 
+def test_a_number_on_the_edge_belongs_to_the_token_above_it():
+    assert draw_tokens(torch.zeros(1, 2), torch.tensor([0.5], dtype=torch.float64)).tokens.tolist() == [1]
+
+
 @pytest.mark.parametrize("vocabulary", [1, 2, 255, 256, 257, 1000])
 def test_any_size_of_vocabulary_is_drawn_by_inverting_the_cumulative_sums(vocabulary):
     scores = 3 * torch.randn(5, vocabulary)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-
-from grpo_trainer.reports.notebook import Output, at_end_of_cell, in_notebook  # noqa: E402
+from grpo_trainer.reports.notebook import Output, at_end_of_cell, in_notebook
 
 ROOT = Path(__file__).parents[2]
 
