@@ -411,6 +411,7 @@ def test_a_share_of_tokens_by_entropy_carries_the_policy_loss_and_counts_as_befo
     out = build("dapo", top_entropy=0.5)(torch.zeros(1, 5), batch, entropy=entropy)
     assert out.loss.item() == pytest.approx(-2.0)
     assert [v.item() for v in out.bonus] == [7.0, 2.0]
+    assert build("dapo", top_entropy=0.4).bonus_items(batch).item() == pytest.approx(1.6)  # that share, not the 2 kept
     objective = build("dapo", top_entropy=0.5, beta=1.0)
     logprobs = torch.full((1, 5), -math.log(2)).requires_grad_()
     (gradient,) = torch.autograd.grad(objective(logprobs, batch, entropy=entropy).loss, logprobs)
