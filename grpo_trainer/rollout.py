@@ -344,7 +344,7 @@ class RolloutCollector:
                 batch = replace(batch, old_logprobs=self._logprobs(policy, batch))
         if self.reference is not None:
             with self.reference.activate() as model:
-                device = batch.completion_ids.device
+                device = batch.device
                 if next(model.parameters()).device != device:  # placed later than the reference was made
                     model.to(device)
                 batch = replace(batch, ref_logprobs=self._logprobs(model, batch))
@@ -352,7 +352,7 @@ class RolloutCollector:
 
     def _logprobs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
         """(n, T) log-probs without gradient, a few rows at a time."""
-        out = torch.zeros(batch.completion_ids.shape, dtype=torch.float32, device=batch.completion_ids.device)
+        out = torch.zeros(batch.completion_ids.shape, dtype=torch.float32, device=batch.device)
         with torch.no_grad(), self.autocast():
             for start in range(0, len(batch), self.score_rows):
                 part = batch.select(range(start, min(start + self.score_rows, len(batch))))

@@ -123,13 +123,14 @@ class RolloutBatch:
     """Constants of the objective for B completions: everything needed to compute their loss, nothing else.
 
     A prompt is stored once, however many of the rows are its completions; rows are ragged at rest and padded only
-    where a model needs a rectangle. Lengths live on the host, so that no reader has to ask the device for them.
+    where a model needs a rectangle. Lengths and token ids live on the host, so that no reader has to ask the device for
+    them: what a model is to read is laid out there, and moved in one piece.
 
     Attributes:
-        prompt_ids: the distinct prompts, each (Q_p,) int64.
+        prompt_ids: the distinct prompts, each (Q_p,) int64, on the host.
         prompt_of_row: for each of the B rows the index of its prompt in ``prompt_ids``.
         lengths: for each row its number of completion tokens T_i; 0 is legal.
-        completion_ids: (B, T) int64, right-padded, T = max(lengths).
+        completion_ids: (B, T) int64, right-padded, T = max(lengths), on the host.
         mask: (B, T) bool, True on tokens that are credited (trained on); always False beyond a row's length.
         advantages: (B,) float32.
         old_logprobs: (B, T) float32 under the sampling policy, 0 beyond a row's length; None: the sampling policy
@@ -155,6 +156,11 @@ class RolloutBatch:
         return len(self.lengths)
 
     @property
+    def device(self) -> torch.device:
+        """Where everything but the ids is."""
+        return self.mask.device
+
+    @property
     def num_tokens(self) -> int:
         """Prompt and completion tokens of all rows, each prompt counted once per row."""
         prompts = sum(len(self.prompt_ids[p]) for p in self.prompt_of_row)
@@ -173,19 +179,20 @@ class RolloutBatch:
         lengths = tuple(self.lengths[i] for i in rows)
         width = max(lengths, default=0)
         used = list(dict.fromkeys(self.prompt_of_row[i] for i in rows))
-        index = torch.tensor(rows, dtype=torch.long, device=self.completion_ids.device)
+        index = torch.tensor(rows, dtype=torch.long)
+        there = index.to(self.device)
 
         def cut(tensor: Tensor) -> Tensor:
-            return tensor.index_select(0, index)[:, :width]
+            return tensor.index_select(0, there)[:, :width]
 
         return dataclasses.replace(
             self,
             prompt_ids=tuple(self.prompt_ids[p] for p in used),
             prompt_of_row=tuple(used.index(self.prompt_of_row[i]) for i in rows),
             lengths=lengths,
-            completion_ids=cut(self.completion_ids),
+            completion_ids=self.completion_ids.index_select(0, index)[:, :width],
             mask=cut(self.mask),
-            advantages=self.advantages.index_select(0, index),
+            advantages=self.advantages.index_select(0, there),
             old_logprobs=None if self.old_logprobs is None else cut(self.old_logprobs),
             sampling_logprobs=None if self.sampling_logprobs is None else cut(self.sampling_logprobs),
             ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
@@ -193,13 +200,7 @@ class RolloutBatch:
         )
 
     def to(self, device: torch.device | str) -> RolloutBatch:
-        """The same batch with its tensors on ``device``."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device)
-            if isinstance(value, tuple) and value and isinstance(value[0], Tensor):
-                return tuple(t.to(device) for t in value)
-            return value
-
-        return RolloutBatch(**{f.name: move(getattr(self, f.name)) for f in dataclasses.fields(self)})
+        """The same batch with its tensors, but for the ids, on ``device``."""
+        tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "completion_ids"}
+        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)

@@ -62,10 +62,11 @@ def test_what_is_absent_stays_absent():
     assert part.old_logprobs is None and part.ref_logprobs is None
 
 
-def test_a_move_takes_every_tensor_along():
+def test_a_move_takes_every_tensor_along_but_the_ids_which_stay_on_the_host():
     moved = batch().to("meta")
-    tensors = [moved.completion_ids, moved.mask, moved.advantages, moved.old_logprobs, *moved.prompt_ids]
-    assert {t.device.type for t in tensors} == {"meta"}
+    assert {t.device.type for t in (moved.mask, moved.advantages, moved.old_logprobs)} == {"meta"}
+    assert {t.device.type for t in (moved.completion_ids, *moved.prompt_ids)} == {"cpu"}
+    assert moved.device.type == "meta"
     assert moved.ref_logprobs is None and moved.lengths == batch().lengths
     assert torch.equal(batch().to("cpu").completion_ids, batch().completion_ids)
 

@@ -1,18 +1,21 @@
-"""Attention over a packed stream: each token sees its prompt and the part of its own completion before it.
+"""Attention over a packed stream: each token sees the tokens of its own row before it, and itself.
 
-The stream is cut into tiles of queries. All queries of a tile share one prompt, which none of them has to be shown
-twice, so a tile is a few ordinary matrix products: its queries against ``[prompt, own]``::
+The stream is cut into tiles of queries. The keys of a tile are the segments that lie before its queries in their rows,
+one after the other, so a tile is a few ordinary matrix products and a mask over the keys that not all of it sees. Of a
+prompt ``P`` and the completions ``a`` and ``b``::
 
                      keys   P P P P  a a a  b b
-     tile of prompt    P    x
-                       P    x x
-                       P    x x x
-                       P    x x x x
-     tile of           a    x x x x  x
-     completions       a    x x x x  x x
-                       a    x x x x  x x x
-                       b    x x x x         x
-                       b    x x x x         x x
+     tile            P      x
+                     P      x x
+                     P      x x x
+                     P      x x x x
+     tile            a      x x x x  x
+                     a      x x x x  x x
+                     a      x x x x  x x x
+                     b      x x x x         x
+                     b      x x x x         x x
+
+Neighbouring segments share a tile where that computes less than a tile of their own would cost.
 
 Scores and softmax are float32.
 
@@ -35,11 +38,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from grpo_trainer.policy.packing import Group
+from grpo_trainer.policy.packing import Segment
 
 NAME = "grpo_packed"
-TILE = 64
+TILE = 128
 """Most queries of a tile. Larger ones compute more scores that the mask hides; smaller ones are more calls."""
+CALL = 8192
+"""What a tile costs beyond its scores, in pairs of a query and a key; measured on a CPU."""
 KEEP = 4
 """A layer's attention weights are kept for the backward pass if they are at most so many times its queries, a small
 part of what it keeps anyway. Else they are computed again, which makes the attention's backward pass a third longer."""
@@ -55,18 +60,21 @@ class Tile(NamedTuple):
     Attributes:
         first: position in the stream of the first query.
         end: one past the last query.
-        prompt: the keys of the prompt that are not among their own; empty for a tile of the prompt.
-        own: first key of the queries' own segments; the tile's keys are those of the prompt, then ``own`` to ``end``.
+        keys: the spans of the stream that hold its keys, ascending and apart.
         free: how many of the leading keys every query sees.
         hidden: (end - first, keys - free) bool, True where a query does not see a key.
     """
 
     first: int
     end: int
-    prompt: Span
-    own: int
+    keys: tuple[Span, ...]
     free: int
     hidden: Tensor
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a query and a key that are computed."""
+        return (self.end - self.first) * _size(self.keys)
 
 
 @dataclass(frozen=True)
@@ -78,14 +86,14 @@ class Plan:
     @property
     def pairs(self) -> int:
         """Pairs of a query and a key that are computed."""
-        return sum((t.end - t.first) * (t.prompt[1] - t.prompt[0] + t.end - t.own) for t in self.tiles)
+        return sum(tile.pairs for tile in self.tiles)
 
 
-def make_plan(groups: Sequence[Group], *, window: int | None = None, device: torch.device | str = "cpu") -> Plan:
+def make_plan(segments: Sequence[Segment], *, window: int | None = None, device: torch.device | str = "cpu") -> Plan:
     """The tiles of a stream.
 
     Args:
-        groups: where prompts and completions lie.
+        segments: what the stream is made of, from end to end.
         window: a token sees those less than this many positions before it, and itself; None: no limit.
         device: where the masks are to be.
 
@@ -93,55 +101,105 @@ def make_plan(groups: Sequence[Group], *, window: int | None = None, device: tor
         The plan.
 
     Example:
-        >>> (prompt, completions) = make_plan([Group(0, 2, (1, 2))]).tiles
-        >>> (~prompt.hidden).int().tolist()
-        [[1, 0], [1, 1]]
-        >>> completions.free, (~completions.hidden).int().tolist()
-        (2, [[1, 0, 0], [0, 1, 0], [0, 1, 1]])
+        >>> rows = [Segment(0, 2, 0, -1), Segment(2, 1, 2, 0), Segment(3, 2, 2, 0)]
+        >>> (tile,) = make_plan(rows).tiles
+        >>> tile.keys, tile.free, (~tile.hidden).int().tolist()
+        (((0, 5),), 1, [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]])
     """
-    tiles = []
-    for group in groups:
-        prompt = (group.start, group.start + group.prompt)
-        tiles += [_tile(span, (prompt[0], prompt[0]), [prompt], window) for span in _spans([prompt])]
-        segments, first = [], prompt[1]
-        for tokens in group.completions:
-            segments.append((first, first + tokens))
-            first += tokens
-        tiles += [_tile(span, prompt, segments, window) for span in _spans(segments)]
-    return Plan(tuple(tile._replace(hidden=tile.hidden.to(device)) for tile in tiles))
+    lines: list[tuple[int, ...]] = []  # of each segment its ancestors' indices and its own
+    for index, segment in enumerate(segments):
+        lines.append((*(lines[segment.parent] if segment.parent >= 0 else ()), index))
+    where = _Where(segments, lines, window)
+    return Plan(tuple(where.tile(queries, device) for queries in where.cut()))
 
 
-def _spans(segments: Sequence[Span]) -> list[Span]:
-    """Adjacent segments cut into spans of at most ``TILE``: small ones together, long ones in even pieces."""
-    spans: list[Span] = []
-    for first, end in segments:
-        if spans and end - spans[-1][0] <= TILE:
-            spans[-1] = (spans[-1][0], end)
-            continue
-        pieces = math.ceil((end - first) / TILE)
-        cuts = [first + (end - first) * i // pieces for i in range(pieces + 1)] if pieces else []
-        spans += itertools.pairwise(cuts)
-    return spans
+Piece = tuple[int, int, int]
+"""Part of a segment: the segment's index, first position in the stream, and one past the last."""
 
 
-def _tile(span: Span, prompt: Span, segments: Sequence[Span], window: int | None) -> Tile:
-    """The tile of a span of queries, which may begin inside a segment and end inside another."""
-    first, end = span
-    starts = [a for a, b in segments if a < end and b > first]
-    own = starts[0] if window is None else max(starts[0], first - window + 1)
-    stream = torch.arange(own, end)  # its own keys; the last end - first of them are the queries too
-    segment = torch.bucketize(stream, torch.tensor(starts), right=True) - 1
-    position = stream - torch.tensor(starts)[segment]  # within the segment
-    query = slice(first - own, end - own)
-    seen = (segment[query, None] == segment) & (position[query, None] >= position)
-    if window is None:
-        return Tile(first, end, prompt, own, prompt[1] - prompt[0], ~seen)
-    seen &= position[query, None] - position < window
-    # the prompt's last token is one position before a segment's first
-    reach = min(prompt[1] - prompt[0], max(window - 1 - int(position[query].min()), 0))
-    before = torch.arange(reach, 0, -1)
-    seen = torch.cat([position[query, None] + before < window, seen], dim=1)
-    return Tile(first, end, (prompt[1] - reach, prompt[1]), own, 0, ~seen)
+class _Where(NamedTuple):
+    """Who sees whom."""
+
+    segments: Sequence[Segment]
+    lines: list[tuple[int, ...]]
+    window: int | None
+
+    def cut(self) -> list[list[Piece]]:
+        """The queries of each tile: pieces of segments that are neighbours, together where that is cheaper."""
+        tiles: list[list[Piece]] = []
+        spans: tuple[Span, ...] = ()
+        for piece in self._pieces():
+            alone = self.keys([piece])
+            if tiles and piece[2] - tiles[-1][0][1] <= TILE:
+                both = _merge([*spans, *alone])
+                before, more = piece[1] - tiles[-1][0][1], piece[2] - piece[1]
+                if (before + more) * _size(both) <= before * _size(spans) + more * _size(alone) + CALL:
+                    tiles[-1].append(piece)
+                    spans = both
+                    continue
+            tiles.append([piece])
+            spans = alone
+        return tiles
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Segments cut evenly into pieces of at most ``TILE`` tokens."""
+        for index, segment in enumerate(self.segments):
+            count = math.ceil(segment.tokens / TILE)
+            cuts = [segment.start + segment.tokens * i // count for i in range(count + 1)] if count else []
+            for first, end in itertools.pairwise(cuts):
+                yield index, first, end
+
+    def keys(self, pieces: Sequence[Piece]) -> tuple[Span, ...]:
+        """The spans of the stream that some query of the pieces sees."""
+        spans = []
+        for index, first, end in pieces:
+            segment = self.segments[index]
+            # the depth from which on the first query sees; the others see less far back
+            far = 0 if self.window is None else segment.depth + first - segment.start - self.window + 1
+            for ancestor in self.lines[index]:
+                start, tokens, depth, _ = self.segments[ancestor]
+                last = end if ancestor == index else start + tokens
+                spans.append((start + max(far - depth, 0), last))
+        return _merge([(a, b) for a, b in spans if a < b])
+
+    def tile(self, pieces: Sequence[Piece], device: torch.device | str) -> Tile:
+        """The tile of some queries."""
+        spans = self.keys(pieces)
+        first, end = pieces[0][1], pieces[-1][2]
+        starts = torch.tensor([s.start for s in self.segments])
+        ahead = starts - torch.tensor([s.depth for s in self.segments])  # of a place in the stream to its depth
+        key = torch.cat([torch.arange(*span) for span in spans])
+        query = torch.arange(first, end)
+        key_segment = torch.bucketize(key, starts, right=True) - 1
+        query_segment = torch.bucketize(query, starts, right=True) - 1
+        gap = (query - ahead[query_segment])[:, None] - (key - ahead[key_segment])
+        seen = torch.zeros(len(query), len(key), dtype=torch.bool)
+        for index in {index for index, _, _ in pieces}:
+            seen[query_segment == index] = torch.isin(key_segment, torch.tensor(self.lines[index]))
+        seen &= gap >= 0
+        if self.window is not None:
+            seen &= gap < self.window
+        free = int(seen.all(dim=0).long().cumprod(dim=0).sum())
+        return Tile(first, end, spans, free, ~seen[:, free:].to(device))
+
+
+def _merge(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """The same places, in spans that are ascending and apart.
+
+    >>> _merge([(4, 6), (0, 2), (2, 3), (5, 9)])
+    ((0, 3), (4, 9))
+    """
+    merged: list[Span] = []
+    for a, b in sorted(spans):
+        if merged and a <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(b, merged[-1][1]))
+        else:
+            merged.append((a, b))
+    return tuple(merged)
+
+
+def _size(spans: Sequence[Span]) -> int:
+    return sum(b - a for a, b in spans)
 
 
 # --- the function -----------------------------------------------------------------------------------------------------
@@ -235,20 +293,15 @@ def _rows(x: Tensor, tile: Tile) -> Tensor:
 
 
 def _keys(x: Tensor, tile: Tile) -> Tensor:
-    """The tile's part of (K, L, D): prompt and own, without a copy where they are neighbours."""
-    start, end = tile.prompt
-    if start == end:
-        return x[:, tile.own : tile.end]
-    if end == tile.own:
-        return x[:, start : tile.end]
-    return torch.cat([x[:, start:end], x[:, tile.own : tile.end]], dim=1)
+    """The tile's part of (K, L, D), without a copy where it is of one piece."""
+    parts = [x[:, a:b] for a, b in tile.keys]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _add(total: Tensor, tile: Tile, part: Tensor) -> None:
     """The reverse of ``_keys``: adds (K, keys, D) to (K, L, D)."""
-    start, end = tile.prompt
-    total[:, start:end] += part[:, : end - start]
-    total[:, tile.own : tile.end] += part[:, end - start :]
+    for (a, b), piece in zip(tile.keys, part.split([b - a for a, b in tile.keys], dim=1), strict=True):
+        total[:, a:b] += piece
 
 
 def tiled_attention(
@@ -300,12 +353,12 @@ def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 # --- what the model calls ---------------------------------------------------------------------------------------------
 
-_groups: ContextVar[Sequence[Group]] = ContextVar("groups of the packed stream")
+_segments: ContextVar[Sequence[Segment]] = ContextVar("segments of the packed stream")
 
 
 def _layer_plan(*, device: torch.device, local_size: int | None = None, **_: Any) -> Plan:
     """What transformers calls for the attention mask of a kind of layer; ``local_size`` is its sliding window."""
-    return make_plan(_groups.get(), window=local_size, device=device)
+    return make_plan(_segments.get(), window=local_size, device=device)
 
 
 def _layer_attention(
@@ -335,19 +388,19 @@ AttentionMaskInterface.register(NAME, _layer_plan)
 
 
 @contextlib.contextmanager
-def packed_attention(model: nn.Module, groups: Sequence[Group]) -> Iterator[None]:
+def packed_attention(model: nn.Module, segments: Sequence[Segment]) -> Iterator[None]:
     """Inside, the model's attention is that of a packed stream; afterwards it is as before, also after an exception.
 
     What gradient checkpointing computes again, in the backward pass and so outside, is packed too.
 
     Args:
         model: the model, with its wrappers.
-        groups: where prompts and completions lie in the stream.
+        segments: what the stream is made of.
     """
     configs = list({id(c): c for m in model.modules() if (c := _config_with_attention(m)) is not None}.values())
     checkpointed = [m for m in model.modules() if "_gradient_checkpointing_func" in vars(m)]
     functions = [vars(m)["_gradient_checkpointing_func"] for m in checkpointed]
-    token = _groups.set(groups)
+    token = _segments.set(segments)
     try:
         for module, function in zip(checkpointed, functions, strict=True):
             vars(module)["_gradient_checkpointing_func"] = _checkpoint(function, configs)
@@ -356,7 +409,7 @@ def packed_attention(model: nn.Module, groups: Sequence[Group]) -> Iterator[None
     finally:
         for module, function in zip(checkpointed, functions, strict=True):
             vars(module)["_gradient_checkpointing_func"] = function
-        _groups.reset(token)
+        _segments.reset(token)
 
 
 def _config_with_attention(module: nn.Module) -> Any:

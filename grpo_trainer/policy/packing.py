@@ -1,20 +1,26 @@
-"""Rows as one flat stream: each prompt once, followed by its completions, without padding.
+"""Rows as one flat stream without padding, in which whatever rows begin with alike stands once.
 
-Two prompts with two completions each; ``a``, ``b`` … are completion tokens, the last one of each in brackets::
+The rows of a micro-batch are sequences, a prompt and its completion, and together a tree: they share what they begin
+with and part where they first differ. Completions of one prompt share all of it, and go on sharing while they agree;
+prompts share a system prompt or the examples before the question. A node of the tree is a segment, a run of tokens that
+the same rows have; the stream is the segments, each followed by those that continue it.
 
-    row 0  P0 P1 P2  a0 a1 [a2]         stream     P0 P1 P2 a0 a1 b0 R0 R1 c0 c1 c2
-    row 1  P0 P1 P2  b0 [b1]       ->   position    0  1  2  3  4  3  0  1  2  3  4
-    row 2  R0 R1  c0 c1 c2 [c3]         predicts         a0 a1 a2 b1    c0 c1 c2 c3
-    row 3  R0 R1  [d0]                                   b0             d0
+Two prompts with two completions each, in letters, a row's last token in brackets::
 
-A completion's last token predicts nothing that is scored, so it need not be computed. The first one is predicted by the
-last token of the prompt, which all completions of the group share.
+    row 0  P0 P1 P2  a0 a1 [a2]         stream     P0 P1 P2 a0 a1 b1 R0 R1 c0 c1 c2
+    row 1  P0 P1 P2  a0 b1 [b2]    ->   position    0  1  2  3  4  4  0  1  2  3  4
+    row 2  R0 R1  c0 c1 c2 [c3]         predicts         a0 a1 a2 b2    c0 c1 c2 c3
+    row 3  R0 R1  [d0]                                   a0 b1          d0
+
+    segments   P0 P1 P2 a0  ─┬─  a1            R0 R1  ───  c0 c1 c2
+                             └─  b1
+
+A completion's last token predicts nothing that is scored, so it need not be computed.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,18 +37,25 @@ VERIFY_PACKING = {
 """When packed rows are compared with padded ones, by name."""
 
 
-class Group(NamedTuple):
-    """A prompt and its completions in the stream.
+class Segment(NamedTuple):
+    """Tokens that the same rows have, one after the other in the stream.
 
     Attributes:
-        start: position in the stream of the prompt's first token.
-        prompt: number of prompt tokens.
-        completions: for each completion its number of tokens in the stream; they lie one after the other.
+        start: position in the stream of the first token.
+        tokens: how many.
+        depth: position of the first token in its rows.
+        parent: index of the segment that they continue; -1 where the rows begin.
     """
 
     start: int
-    prompt: int
-    completions: tuple[int, ...]
+    tokens: int
+    depth: int
+    parent: int
+
+    @property
+    def end(self) -> int:
+        """One past the last token in the stream."""
+        return self.start + self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +65,7 @@ class Packed:
     Attributes:
         input_ids: (1, L) int64.
         position_ids: (1, L) int64, each row's own count from 0.
-        groups: where everything lies, on the host.
+        segments: where everything lies, on the host; a segment comes after its parent.
         predictors: (M,) int64, ascending: the positions of the stream whose hidden state is needed.
         places: (N,) int64, ascending: for each scored token the one of the M that predicts it.
         targets: (N,) int64, the scored tokens.
@@ -61,7 +74,7 @@ class Packed:
 
     input_ids: Tensor
     position_ids: Tensor
-    groups: tuple[Group, ...]
+    segments: tuple[Segment, ...]
     predictors: Tensor
     places: Tensor
     targets: Tensor
@@ -82,15 +95,15 @@ class Packed:
 
 
 def pack(batch: RolloutBatch, *, keep_last: bool = False) -> Packed:
-    """The stream of a batch, rows of one prompt together, in the order in which the prompts first come.
+    """The stream of a batch, in the order in which the rows first come.
 
     Args:
-        batch: B rows. A prompt none of whose completions has a token is left out; if that leaves nothing, the first
-            prompt stays, so that there is something to compute.
+        batch: B rows. A row without a token is left out; if that leaves nothing, the first prompt stays, so that there
+            is something to compute.
         keep_last: also put each completion's last token into the stream.
 
     Returns:
-        The stream, on the batch's device. Its indices are made on the host and moved in one piece.
+        The stream, on the batch's device. It is laid out on the host and moved in one piece.
 
     Raises:
         ValueError: if the batch has no rows.
@@ -112,71 +125,104 @@ def pack(batch: RolloutBatch, *, keep_last: bool = False) -> Packed:
     """
     if not len(batch):
         raise ValueError("a micro-batch without rows cannot be scored: it takes at least one completion")
-    indices, groups = _plan(batch, keep_last)
-    device = batch.completion_ids.device
-    flat = torch.tensor([index for part in indices for index in part], dtype=torch.long)
-    if device.type == "cuda":  # from pinned memory the copy waits for nothing
+    columns, segments = _lay_out(batch, keep_last)
+    flat = torch.tensor([number for column in columns for number in column], dtype=torch.long)
+    if batch.device.type == "cuda":  # from pinned memory the copy waits for nothing
         flat = flat.pin_memory()
-    parts = flat.to(device, non_blocking=True).split([len(part) for part in indices])
-    source, position, predictors, places, cells = parts
-    completions = batch.completion_ids.flatten()
+    parts = flat.to(batch.device, non_blocking=True).split([len(column) for column in columns])
+    ids, positions, predictors, places, targets, cells = parts
     return Packed(
-        input_ids=torch.cat([*batch.prompt_ids, completions])[source][None],
-        position_ids=position[None],
-        groups=groups,
+        input_ids=ids[None],
+        position_ids=positions[None],
+        segments=segments,
         predictors=predictors,
         places=places,
-        targets=completions[cells],
+        targets=targets,
         cells=cells,
     )
 
 
-class _Indices(NamedTuple):
-    """Host numbers: of each stream token its place among all prompts and completions, and its position; the rest as in
-    ``Packed``.
-    """
+class _Columns(NamedTuple):
+    """Host numbers, as in ``Packed``."""
 
-    source: list[int]
-    position: list[int]
+    ids: list[int]
+    positions: list[int]
     predictors: list[int]
     places: list[int]
+    targets: list[int]
     cells: list[int]
 
 
-def _plan(batch: RolloutBatch, keep_last: bool) -> tuple[_Indices, tuple[Group, ...]]:
+def _lay_out(batch: RolloutBatch, keep_last: bool) -> tuple[_Columns, tuple[Segment, ...]]:
     """Where everything comes from and goes."""
-    width = batch.completion_ids.shape[1]
-    sizes = [len(ids) for ids in batch.prompt_ids]
-    offsets = list(itertools.accumulate(sizes, initial=0))  # all prompts, then the completions, flattened
-    source: list[int] = []
-    position: list[int] = []
-    groups: list[Group] = []
-    predicted: list[tuple[int, int]] = []  # of each scored token the stream's place before it, and its cell
-    for prompt, rows in _rows_by_prompt(batch).items():
-        start, size = len(source), sizes[prompt]
-        source += range(offsets[prompt], offsets[prompt] + size)
-        position += range(size)
-        kept = []
-        for row in rows:
-            first, cell, tokens = len(source), row * width, batch.lengths[row]
-            kept.append(tokens if keep_last else tokens - 1)
-            source += range(offsets[-1] + cell, offsets[-1] + cell + kept[-1])
-            position += range(size, size + kept[-1])
-            predicted.append((start + size - 1, cell))
-            predicted += zip(range(first, first + tokens - 1), range(cell + 1, cell + tokens), strict=True)
-        groups.append(Group(start, size, tuple(kept)))
-    predicted.sort()
-    place = {at: i for i, at in enumerate(dict.fromkeys(at for at, _ in predicted))}
-    return (
-        _Indices(source, position, list(place), [place[at] for at, _ in predicted], [cell for _, cell in predicted]),
-        tuple(groups),
+    prompts = [ids.tolist() for ids in batch.prompt_ids]
+    answers = [row[:n] for row, n in zip(batch.completion_ids.tolist(), batch.lengths, strict=True)]
+    rows = [row for row, n in enumerate(batch.lengths) if n]
+    sequences = [prompts[batch.prompt_of_row[row]] + answers[row][: None if keep_last else -1] for row in rows]
+    ids, positions, segments, paths = _tree(sequences or [prompts[batch.prompt_of_row[0]]])
+    scored: list[tuple[int, int, int]] = []  # of each token the place in the stream before it, its cell, itself
+    for row, path in zip(rows, paths, strict=False):
+        before = len(prompts[batch.prompt_of_row[row]]) - 1
+        cell = row * batch.completion_ids.shape[1]
+        scored += zip(path[before:], range(cell, cell + len(answers[row])), answers[row], strict=False)
+    scored.sort()
+    place = {at: i for i, at in enumerate(dict.fromkeys(at for at, _, _ in scored))}
+    columns = _Columns(
+        ids,
+        positions,
+        list(place),
+        [place[at] for at, _, _ in scored],
+        [token for _, _, token in scored],
+        [cell for _, cell, _ in scored],
     )
+    return columns, segments
 
 
-def _rows_by_prompt(batch: RolloutBatch) -> dict[int, list[int]]:
-    """The rows that have a token, by prompt; if there are none, one prompt without rows."""
-    rows: dict[int, list[int]] = {}
-    for row, prompt in enumerate(batch.prompt_of_row):
-        if batch.lengths[row]:
-            rows.setdefault(prompt, []).append(row)
-    return rows or {batch.prompt_of_row[0]: []}
+def _tree(sequences: Sequence[list[int]]) -> tuple[list[int], list[int], tuple[Segment, ...], list[list[int]]]:
+    """The tree of some sequences, as a stream.
+
+    Returns:
+        The stream's ids and positions, its segments, and for each sequence the places of its tokens in the stream.
+
+    >>> ids, positions, segments, paths = _tree([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
+    >>> ids, positions, paths
+    ([5, 6, 7, 8, 9], [0, 1, 2, 2, 3], [[0, 1, 2], [0, 1, 3, 4], [0, 1]])
+    >>> [tuple(segment) for segment in segments]
+    [(0, 2, 0, -1), (2, 1, 2, 0), (3, 2, 2, 0)]
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    segments: list[Segment] = []
+    paths: list[list[int]] = [[] for _ in sequences]
+    waiting = [(branch, 0, -1) for branch in reversed(_branches(sequences, range(len(sequences)), 0))]
+    while waiting:
+        members, depth, parent = waiting.pop()
+        first = sequences[members[0]]
+        end = len(first)
+        for member in members[1:]:
+            end = _agree(first, sequences[member], depth, end)
+        here, segment = len(segments), Segment(len(ids), end - depth, depth, parent)
+        segments.append(segment)
+        ids += first[depth:end]
+        positions += range(depth, end)
+        for member in members:
+            paths[member] += range(segment.start, segment.end)
+        waiting += [(branch, end, here) for branch in reversed(_branches(sequences, members, end))]
+    return ids, positions, tuple(segments), paths
+
+
+def _branches(sequences: Sequence[list[int]], members: Iterable[int], depth: int) -> list[list[int]]:
+    """Those of some sequences that go on at a depth, together where they have the same token there."""
+    branches: dict[int, list[int]] = {}
+    for member in members:
+        if len(sequences[member]) > depth:
+            branches.setdefault(sequences[member][depth], []).append(member)
+    return list(branches.values())
+
+
+def _agree(a: list[int], b: list[int], start: int, end: int) -> int:
+    """Up to where, and at most to ``end``, two sequences that agree before ``start`` agree."""
+    end = min(end, len(b))
+    if a[start:end] == b[start:end]:
+        return end
+    return next(i for i in range(start, end) if a[i] != b[i])

@@ -1,9 +1,9 @@
 """Log-probs of completions under a model: the same arithmetic for the policy, the old policy and the reference.
 
-Two layouts give the same values. Packed (see ``packing.py``), each prompt is computed once, nothing is padded, and the
-vocabulary head sees only the positions that predict a completion token. A model that cannot take that is given a
-rectangle: prompts padded on the left, completions on the right, so that every completion starts in the same column.
-In both, positions count from the first real token of a row.
+Two layouts give the same values. Packed (see ``packing.py``), what rows begin with alike is computed once, nothing is
+padded, and the vocabulary head sees only the positions that predict a completion token. A model that cannot take that
+is given a rectangle: prompts padded on the left, completions on the right, so that every completion starts in the same
+column. In both, positions count from the first real token of a row.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float =
     some = batch.select(sorted({0, min(1, len(batch) - 1), max(len(batch) - 2, 0), len(batch) - 1}))
     model = innermost(model)
     run = functools.partial(type(model).forward, model)  # past hooks, which are for real passes, and past autocast,
-    device = batch.completion_ids.device.type  # without which float32 rounds so little that any difference shows
+    device = batch.device.type  # without which float32 rounds so little that any difference shows
     with torch.no_grad(), eval_mode(model), torch.autocast(device, enabled=False):
         padded = _padded_pass(model, some, temperature, False, run=run).logprobs
         error, allowed = _distance(_packed_pass(model, some, temperature, False, run=run).logprobs, padded, some), 1e-3
@@ -126,7 +126,7 @@ def _packed_pass(
     stream = pack(batch, keep_last=needs_last_token(model))
     head = None if entropy_gradient else plain_head(model)
     entropy: list[Tensor] = []
-    with packed_attention(model, stream.groups), _scoring(head, stream, temperature, with_entropy, entropy):
+    with packed_attention(model, stream.segments), _scoring(head, stream, temperature, with_entropy, entropy):
         logits = (run or model)(
             input_ids=stream.input_ids,
             attention_mask=torch.ones_like(stream.input_ids),
@@ -203,7 +203,7 @@ def _padded_pass(
     logits = (run or model)(**kwargs).logits  # (B, T + 1, V), or (B, Q + T, V) from a model that keeps all
     logits = logits[:, logits.shape[1] - width - 1 : -1]  # (B, T, V): the last position predicts nothing of ours
     real = _within(batch)
-    logprobs = token_logprobs(logits, batch.completion_ids, temperature=temperature)
+    logprobs = token_logprobs(logits, batch.completion_ids.to(batch.device), temperature=temperature)
     entropy = None
     if with_entropy:
         seen = logits if entropy_gradient else logits.detach()
@@ -223,12 +223,14 @@ def _rectangle(batch: RolloutBatch) -> dict[str, Tensor]:
         mask[row, longest - len(prompt) : longest + length] = 1
     ids[:, longest:] = batch.completion_ids
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {
+        k: v.to(batch.device) for k, v in (("input_ids", ids), ("attention_mask", mask), ("position_ids", positions))
+    }
 
 
 def _within(batch: RolloutBatch) -> Tensor:
     """(B, T) bool: True on a row's own tokens, whether credited or not."""
-    device = batch.completion_ids.device
+    device = batch.device
     columns = torch.arange(batch.completion_ids.shape[1], device=device)
     return columns < torch.tensor(batch.lengths, device=device)[:, None]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from grpo_trainer.policy import attention
 from grpo_trainer.policy.attention import make_plan, packed_attention, tiled_attention
-from grpo_trainer.policy.packing import Group
+from grpo_trainer.policy.packing import Segment
 from tests import helpers
 
 KINDS = {
@@ -23,30 +23,40 @@ KINDS = {
 }
 
 
-def groups_of(*sizes) -> list[Group]:
-    """Groups of (prompt, completions), one after the other."""
-    out, at = [], 0
-    for prompt, completions in sizes:
-        out.append(Group(at, prompt, tuple(completions)))
-        at += prompt + sum(completions)
-    return out
+def groups_of(*sizes) -> list[Segment]:
+    """Prompts, each followed by its completions: (tokens, tokens of each completion)."""
+    return tree_of(*((prompt, tuple((tokens, ()) for tokens in completions)) for prompt, completions in sizes))
 
 
-def length(groups) -> int:
-    return groups[-1].start + groups[-1].prompt + sum(groups[-1].completions)
+def tree_of(*branches, depth=0, parent=-1, into=None) -> list[Segment]:
+    """Segments of (tokens, branches that continue them), those without a token left out."""
+    into = [] if into is None else into
+    for tokens, children in branches:
+        here = len(into)
+        if tokens:
+            into.append(Segment(length(into), tokens, depth, parent))
+            tree_of(*children, depth=depth + tokens, parent=here, into=into)
+    return into
 
 
-def rows_of(groups) -> list[list[int]]:
-    """For each completion the stream's places of its whole row; a prompt without completions is a row itself."""
+def length(segments) -> int:
+    return segments[-1].end if segments else 0
+
+
+def rows_of(segments) -> list[list[int]]:
+    """For each segment the stream's places of a row that ends with it."""
     rows = []
-    for group in groups:
-        prompt = list(range(group.start, group.start + group.prompt))
-        rows.append(prompt)
-        at = group.start + group.prompt
-        for tokens in group.completions:
-            rows.append([*prompt, *range(at, at + tokens)])
-            at += tokens
+    for start, tokens, _, parent in segments:
+        rows.append([*(rows[parent] if parent >= 0 else ()), *range(start, start + tokens)])
     return rows
+
+
+TREE = (
+    (3, ((2, ((1, ()), (4, ((2, ()), (1, ()))))), (5, ()))),
+    (1, ()),
+    (6, ((1, ((1, ((1, ()), (2, ()))), (3, ()))),)),
+)
+"""Rows that part more than once."""
 
 
 def row_by_row(q, k, v, groups, *, scaling=None, window=None, softcap=None, sink=None):
@@ -107,18 +117,23 @@ def test_it_is_the_attention_of_each_row_on_its_own(kind, tile, keep, monkeypatc
     monkeypatch.setattr(attention, "TILE", tile)
     monkeypatch.setattr(attention, "KEEP", keep)
     check(groups_of((4, (2, 0, 5, 1)), (1, (3,)), (7, ())), KINDS[kind])
+    check(tree_of(*TREE), KINDS[kind])
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 6), max_size=4)), min_size=1, max_size=3),
-    st.sampled_from(sorted(KINDS)),
-    st.integers(1, 8),
+TREES = st.recursive(
+    st.tuples(st.integers(1, 6), st.just(())),
+    lambda inner: st.tuples(st.integers(1, 6), st.lists(inner, max_size=3).map(tuple)),
+    max_leaves=6,
 )
-def test_whatever_the_groups_and_however_they_are_cut(sizes, kind, tile):
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(TREES, min_size=1, max_size=3), st.sampled_from(sorted(KINDS)), st.integers(1, 8), st.integers(0, 40))
+def test_whatever_the_tree_and_however_it_is_cut(trees, kind, tile, call):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "TILE", tile)
-        check(groups_of(*sizes), KINDS[kind], heads=2, kv_heads=1, size=2)
+        patch.setattr(attention, "CALL", call)
+        check(tree_of(*trees), KINDS[kind], heads=2, kv_heads=1, size=2)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "value_size"), [(4, 4, 3), (4, 1, 3), (6, 2, 5)])
@@ -129,7 +144,7 @@ def test_heads_that_share_keys_and_values_of_another_size(heads, kv_heads, value
 def test_a_prompt_without_completions_is_plain_causal_attention():
     q, k, v = (torch.randn(1, 2, 150, 8) for _ in range(3))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-    assert torch.allclose(tiled_attention(q, k, v, make_plan([Group(0, 150, ())])), expected, atol=1e-5)
+    assert torch.allclose(tiled_attention(q, k, v, make_plan(groups_of((150, ())))), expected, atol=1e-5)
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------
@@ -138,15 +153,15 @@ def test_a_prompt_without_completions_is_plain_causal_attention():
 def test_no_more_scores_than_a_bound_on_what_tiles_hide():
     """One prompt and 8 completions: dense, (Q + G T)² scores; needed, about Q²/2 + G T (Q + T/2)."""
     groups = groups_of((150, [83] * 8))
-    scores = sum((t.end - t.first) * (t.prompt[1] - t.prompt[0] + t.end - t.own) for t in make_plan(groups).tiles)
+    scores = make_plan(groups).pairs
     needed = 150 * 151 // 2 + 8 * 83 * 150 + 8 * 83 * 84 // 2
-    assert needed < scores < 1.25 * needed
+    assert needed < scores < 1.35 * needed
     assert scores < 0.3 * length(groups) ** 2
 
 
 def test_a_window_leaves_keys_out_that_no_query_sees():
-    tiles = make_plan([Group(0, 500, (100,))], window=10).tiles
-    assert all(t.prompt[1] - t.prompt[0] + t.end - t.own <= attention.TILE + 9 for t in tiles)
+    tiles = make_plan(groups_of((500, (100,))), window=10).tiles
+    assert all(sum(b - a for a, b in t.keys) <= attention.TILE + 9 for t in tiles)
 
 
 @pytest.mark.parametrize("sizes", [[(70, [3] * 40)], [(1, [200, 1, 64, 65])]])
@@ -160,6 +175,7 @@ def test_every_query_is_in_one_tile_and_no_tile_is_too_large(sizes):
 def test_weights_are_kept_while_they_are_small(monkeypatch):
     """6 queries of 3 numbers and 2 heads; a prompt's 3 * 3 and a completion's 3 * 6 pairs, for both heads."""
     q, k, v = (torch.randn(1, 2, 6, 3).requires_grad_() for _ in range(3))
+    monkeypatch.setattr(attention, "CALL", 0)
     plan = make_plan(groups_of((3, (3,))))
     assert plan.pairs == 27
     for keep, computed in ((27 * 2 / (6 * 3 * 2), 2), (27 * 2 / (6 * 3 * 2) - 0.01, 4)):
@@ -205,10 +221,7 @@ def test_lower_precisions_are_close(dtype):
 
 
 def stream(groups):
-    position = []
-    for group in groups:
-        position += range(group.prompt)
-        position += [group.prompt + t for tokens in group.completions for t in range(tokens)]
+    position = [segment.depth + i for segment in groups for i in range(segment.tokens)]
     return 4 + torch.arange(len(position))[None] % 200, torch.tensor(position)[None]
 
 
@@ -265,7 +278,7 @@ def test_no_mask_over_all_pairs_is_built():
     model = helpers.tiny_llama(max_position_embeddings=1024)
     with torch.no_grad(), Watch(), packed_attention(model, groups):
         model(input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, logits_to_keep=1)
-    assert largest <= length(groups) * 128  # the widest layer of the model
+    assert largest <= attention.TILE * 4 * (40 + attention.TILE + 30)  # the scores of 4 heads in a tile
     assert length(groups) ** 2 > 2 * largest
 
 
@@ -274,7 +287,7 @@ def test_a_layer_that_asks_for_what_there_is_not_is_refused():
         attention._layer_attention(
             torch.nn.Linear(1, 1),
             *[torch.zeros(1, 1, 1, 1)] * 3,
-            make_plan([Group(0, 1, ())]),
+            make_plan(groups_of((1, ()))),
             position_bias=torch.zeros(1),
         )
     with pytest.raises(RuntimeError, match="mask: Tensor"):
