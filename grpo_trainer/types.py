@@ -202,5 +202,5 @@ class RolloutBatch:
     def to(self, device: torch.device | str) -> RolloutBatch:
         """The same batch with its tensors, but for the ids, on ``device``."""
         tensors = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "completion_ids"}
-        moved = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **moved)

@@ -179,10 +179,7 @@ def _lay_out(batch: RolloutBatch, keep_last: bool) -> tuple[_Columns, tuple[Segm
 
 
 def _tree(sequences: Sequence[list[int]]) -> tuple[list[int], list[int], tuple[Segment, ...], list[list[int]]]:
-    """The tree of some sequences, as a stream.
-
-    Returns:
-        The stream's ids and positions, its segments, and for each sequence the places of its tokens in the stream.
+    """The tree of some sequences: the ids and positions of its stream, its segments, the places of each sequence.
 
     >>> ids, positions, segments, paths = _tree([[5, 6, 7], [5, 6, 8, 9], [5, 6]])
     >>> ids, positions, paths
