@@ -2,17 +2,26 @@
 #
 #   PYTHON=python3.12    the Python that .venv is made with (3.10 or newer)
 #   SEED=1 RESUME=1      quickstart: another seed; go on from the last checkpoint
+#   WORKLOAD=sums DTYPE=bf16 WHAT=step    bench: some of it (names with commas); GSM8K=FILE: problems as JSON lines
+#   TASK=gcd SEEDS=3,4 SIDES=ours MAX_STEPS=40    bench-accuracy: some of it; runs that are there already are kept
 #   WORKERS=4            test: pytest processes (each computes with one thread)
 #   TORCH_INDEX=URL      where else to look for torch, e.g. PyTorch's CPU wheel index (see PyTorch's install page)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test slow oldest lint bench-import clean
+.PHONY: help quickstart test slow oldest lint bench bench-accuracy bench-generation bench-import clean
 .DELETE_ON_ERROR:
 
 PYTHON  ?= python3
 SEED    ?= 0
 RESUME  ?=
 WORKERS ?= 2
+WORKLOAD ?=
+DTYPE   ?=
+WHAT    ?=
+TASK    ?=
+SEEDS   ?=
+SIDES   ?=
+MAX_STEPS ?=
 TORCH_INDEX ?=
 
 VENV  := .venv
@@ -30,7 +39,7 @@ test slow: export WANDB_MODE := offline
 help:  ## this list
 	@sed -n 's/^#   /  /p' Makefile
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(VENV)/.quickstart  ## train SmolLM2-135M to add, on this machine; results in out/quickstart
 	@$(BIN)/python -m grpo_trainer quickstart --seed $(SEED) $(if $(RESUME),--resume)
@@ -46,6 +55,17 @@ lint: $(VENV)/.dev  ## linter, formatter, types and docstrings only
 	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
 	$(BIN)/python -m pydoclint.main grpo_trainer
+
+bench: $(VENV)/.quickstart  ## this project against TRL on the same work; results in benchmarks/results
+	@$(BIN)/python benchmarks/bench.py $(if $(WORKLOAD),--workload $(WORKLOAD)) $(if $(DTYPE),--dtype $(DTYPE)) \
+	    $(if $(WHAT),--what $(WHAT))
+
+bench-accuracy: $(VENV)/.quickstart  ## seconds of training to a held-out reward of 0.75, against TRL (hours)
+	@$(BIN)/python benchmarks/accuracy.py $(if $(TASK),--task $(TASK)) $(if $(SEEDS),--seeds $(SEEDS)) \
+	    $(if $(SIDES),--sides $(SIDES)) $(if $(MAX_STEPS),--max-steps $(MAX_STEPS))
+
+bench-generation: $(VENV)/.quickstart  ## tokens per second against completions in flight, for each engine
+	@$(BIN)/python benchmarks/generation.py
 
 bench-import: $(VENV)/.quickstart  ## seconds of `import grpo_trainer` against transformers' Trainer
 	@$(BIN)/python benchmarks/import_time.py

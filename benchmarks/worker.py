@@ -1,7 +1,8 @@
 """One trainer, one workload, one process: ``worker.py SIDE WORKLOAD DTYPE WHAT STEPS FOLDER``.
 
-SIDE is ``trl`` or ``ours``. WHAT is ``update`` (fixed completions), ``generation`` or ``step`` (drawn completions).
-Writes FOLDER/result.json: seconds of each step, tokens drawn, peak memory; and FOLDER/gradient.pt of the first step.
+SIDE is ``trl`` or ``ours``. WHAT is ``update`` (fixed completions) or ``step`` (drawn completions, a rollout of
+``accumulation`` micro-batches). Writes FOLDER/result.json: seconds of each step, seconds and tokens of each call of the
+generator, peak memory; and for ``update`` FOLDER/gradient.pt of the first step.
 """
 
 from __future__ import annotations
@@ -16,18 +17,20 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from workloads import MODEL, WORKLOADS, completion, reward, rows
-
-from grpo_trainer.builtin import resolve_builtin
+from workloads import WORKLOADS, completion, model_source, reward, rows
 
 
 class Clock(TrainerCallback):
-    """Seconds from the end of a step to the moment where the optimizer is about to move, and the first gradient."""
+    """Seconds of each step, and the first gradient.
 
-    def __init__(self, keep_gradient: bool) -> None:
+    Args:
+        whole: from the end of a step to the end of the next; else to the moment where the optimizer is about to move.
+    """
+
+    def __init__(self, whole: bool) -> None:
         self.seconds: list[float] = []
         self.gradient: torch.Tensor | None = None
-        self._keep = keep_gradient
+        self._whole = whole
         self._start = 0.0
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -35,22 +38,31 @@ class Clock(TrainerCallback):
         self._start = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Stops it."""
-        self.seconds.append(time.perf_counter() - self._start)
-        if self._keep and self.gradient is None:
+        """Stops it, where the optimizer is left out."""
+        if self._whole:
+            return
+        self._stop()
+        if self.gradient is None:
             kept = [p.grad.detach().flatten().clone() for p in model.parameters() if p.grad is not None]
             self.gradient = torch.cat(kept)
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Starts it again."""
+        if self._whole:
+            self._stop()
         self._start = time.perf_counter()
+
+    def _stop(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - self._start)
 
 
 def main(side: str, name: str, dtype: str, what: str, steps: str, folder: str) -> None:
     """Trains, and writes down what it took."""
     workload = WORKLOADS[name]
     torch.manual_seed(0)
-    source = resolve_builtin(MODEL)
+    source = model_source()
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     group = workload.generations
@@ -61,6 +73,7 @@ def main(side: str, name: str, dtype: str, what: str, steps: str, folder: str) -
     settings = dict(
         output_dir=folder,
         per_device_train_batch_size=workload.prompts * group,
+        gradient_accumulation_steps=workload.accumulation if what == "step" else 1,
         num_generations=group,
         max_completion_length=workload.longest,
         max_steps=int(steps),
@@ -77,8 +90,8 @@ def main(side: str, name: str, dtype: str, what: str, steps: str, folder: str) -
         seed=0,
         **workload.settings,
     )
-    clock = Clock(keep_gradient=what == "update")
-    generation = {"seconds": [], "tokens": []}
+    clock = Clock(whole=what == "step")
+    generation: dict[str, list[float]] = {"seconds": [], "tokens": []}
     trainer = (ours if side == "ours" else theirs)(
         workload, model, tokenizer, reward_function, settings, clock, what, generation
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODEL = "builtin:smollm2-135m-instruct"
+MODEL = os.environ.get("BENCH_MODEL", "builtin:smollm2-135m-instruct")
 SHOTS = 8
 
 
@@ -18,10 +18,11 @@ class Workload:
     """One shape of work.
 
     Attributes:
-        prompts: prompts of an optimizer step.
+        prompts: prompts of a micro-batch, which is the whole optimizer step where completions are fixed.
         generations: completions of each.
         shortest, longest: tokens of a completion; lengths are spread evenly between.
         text: ``sums``, ``gsm8k`` or ``8shot``.
+        accumulation: micro-batches of an optimizer step where completions are drawn.
         silent: share of the groups whose completions all earn the same.
         lora: whether an adapter is trained.
         settings: further fields of both configurations.
@@ -32,6 +33,7 @@ class Workload:
     shortest: int = 40
     longest: int = 128
     text: str = "gsm8k"
+    accumulation: int = 2
     silent: float = 0.0
     lora: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +46,13 @@ WORKLOADS = {
     "half_dead": Workload(prompts=4, silent=0.5),
     "lora": Workload(prompts=2, lora=True, settings={"beta": 0.04}),
 }
+
+
+def model_source() -> str:
+    """What ``from_pretrained`` is given: the model's folder or name."""
+    from grpo_trainer.builtin import resolve_builtin
+
+    return str(resolve_builtin(MODEL)) if MODEL.startswith("builtin:") else MODEL
 
 
 def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
