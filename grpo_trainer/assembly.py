@@ -15,6 +15,7 @@ from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
 from grpo_trainer.loss import Objective
 from grpo_trainer.objective import build_objective
 from grpo_trainer.policy.entropy_bonus import EntropyBonus
+from grpo_trainer.policy.kl_coefficient import KLCoefficient
 from grpo_trainer.reports.completions import FOLDER, CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
 from grpo_trainer.reports.tracker import CompletionsTracker
@@ -138,14 +139,29 @@ def objective_of(args: GRPOConfig) -> Objective:
         advantage_estimator=args.advantage_estimator,
         multi_objective_aggregation=args.multi_objective_aggregation,
         advantage_ddof=args.advantage_ddof,
-        beta=args.beta,
+        correction=args.vllm_importance_sampling_mode if args.sampler_correction else None,
+        correction_clip_max=args.vllm_importance_sampling_clip_max,
+        correction_clip_min=args.vllm_importance_sampling_clip_min,
+        beta=args.beta if args.kl_placement == "loss" else 0.0,
         top_entropy=args.top_entropy_quantile,
         off_policy_threshold=args.off_policy_mask_threshold,
         keeps_silent_rows=entropy_bonus_of(args).enabled,
-        kl_estimator=args.kl_estimator,
+        kl_estimator=args.kl_estimator_used,
         kl_importance_weighted=args.use_bias_correction_kl,
         **{name: getattr(args, name) for name in POLICY_LOSS_FIELDS},
     )
+
+
+def kl_coefficient_of(args: GRPOConfig) -> KLCoefficient:
+    """The price of the KL that the configuration asks for, in the loss or in the reward.
+
+    Args:
+        args: the configuration.
+
+    Returns:
+        The coefficient.
+    """
+    return KLCoefficient(beta=args.beta, target=args.kl_target, gain=args.kl_gain)
 
 
 def entropy_bonus_of(args: GRPOConfig) -> EntropyBonus:

@@ -46,6 +46,7 @@ class RunState:
         losses_since: optimizer step after which that sum begins.
         reference: weights of the reference policy, if they are not what they were at the start.
         entropy_bonus: coefficient and last entropy of an adaptive entropy bonus.
+        kl_coefficient: the beta of now, if it moves.
     """
 
     pending: list[RolloutBatch] = field(default_factory=list)
@@ -56,6 +57,7 @@ class RunState:
     losses_since: int = 0
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
     entropy_bonus: dict[str, float] = field(default_factory=dict)
+    kl_coefficient: dict[str, float] = field(default_factory=dict)
 
     def save(self, folder: str | os.PathLike[str], rank: int) -> None:
         """Writes it into a checkpoint.

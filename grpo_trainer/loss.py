@@ -42,12 +42,15 @@ class ObjectiveOutput(NamedTuple):
         loss: () the sum of ``w * loss`` over the micro-batch; divide by Z, the items of the whole optimizer step.
         stats: name -> (sum, count), two () tensors; their quotient, after both are added up, is a mean over tokens, or
             over completions where a completion has one figure.
+        extremes: name -> () least or greatest value, as the end of the name says, ``min`` or ``max``; infinite where
+            there was none.
         bonus: the sum () of the entropy, in nats, over the tokens that a bonus is about, and their number (); the bonus
             is the sum over ``Objective.bonus_items`` of the whole optimizer step. None if no entropy was given.
     """
 
     loss: Tensor
     stats: dict[str, tuple[Tensor, Tensor]]
+    extremes: dict[str, Tensor]
     bonus: tuple[Tensor, Tensor] | None = None
 
 
@@ -142,7 +145,7 @@ class Objective:
             self.beta
             or self.top_entropy < 1
             or self.off_policy_threshold is not None
-            or batch.sampling_logprobs is not None
+            or (self.compares_with_sampler and batch.sampling_logprobs is not None)
         )
         if every_row_matters or self.keeps_silent_rows:
             return list(range(len(batch)))
@@ -195,9 +198,11 @@ class Objective:
         weights = self.aggregation(mask)[0] if batch.token_weights is None else batch.token_weights
         total = torch.where(mask, loss * weights, 0.0).sum()
         figures = {name: masked_sum(value, mask) for name, value in stats.items()}
+        extremes: dict[str, Tensor] = {}
         if batch.sampling_logprobs is not None:
-            figures.update(self._mismatch(logprobs, batch))
-        return ObjectiveOutput(total, figures, None if entropy is None else masked_sum(entropy, trained))
+            means, extremes = self._mismatch(logprobs, batch)
+            figures.update(means)
+        return ObjectiveOutput(total, figures, extremes, None if entropy is None else masked_sum(entropy, trained))
 
     def _trained(self, entropy: Tensor | None, mask: Tensor, pool: Pool) -> Tensor:
         """(B, T) bool: the tokens that the policy loss is about."""
@@ -224,7 +229,8 @@ class Objective:
             loss, stats["off_policy_masked"] = loss * kept, (~kept).float()
         if trained is not mask:
             loss = loss * trained
-        if self.correction is not None and sampled is not None and not self.compares_with_sampler:
+        if sampled is not None and self._corrects:
+            assert self.correction is not None
             loss = loss * self.correction(logprobs.detach() if old is None else old, sampled, mask)
         return loss, stats
 
@@ -236,18 +242,27 @@ class Objective:
             return kl
         return kl * ratio_at(self.importance_sampling_level, logprobs, batch.old_logprobs, batch.mask)
 
-    def _mismatch(self, logprobs: Tensor, batch: RolloutBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        """Figures about a sampler whose probabilities are not quite the trainer's."""
+    @property
+    def _corrects(self) -> bool:
+        return self.correction is not None and not self.compares_with_sampler
+
+    def _mismatch(
+        self, logprobs: Tensor, batch: RolloutBatch
+    ) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """Figures about a sampler whose probabilities are not quite the trainer's: means, and extremes."""
         trainer = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         assert batch.sampling_logprobs is not None
         given = torch.ones_like(trainer)
         if self.correction is not None:
             given = self.correction(trainer, batch.sampling_logprobs, batch.mask)
         found = mismatch_stats(trainer, batch.sampling_logprobs, batch.mask, given)
-        figures = {"sampling/sampling_logp_difference/mean": (found.difference_sum, found.difference_count)}
-        if self.correction is not None:
-            figures["sampling/importance_sampling_ratio/mean"] = (found.ratio_sum, found.ratio_count)
-        return figures
+        apart, ratio = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
+        means = {f"{apart}/mean": (found.difference_sum, found.difference_count)}
+        extremes = {f"{apart}/max": torch.where(found.difference_count > 0, found.difference_max, -torch.inf)}
+        if self._corrects:
+            means[f"{ratio}/mean"] = (found.ratio_sum, found.ratio_count)
+            extremes |= {f"{ratio}/min": found.ratio_min, f"{ratio}/max": found.ratio_max}
+        return means, extremes
 
 
 def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -42,17 +42,6 @@ class NotYet(TrainingArguments):
     vllm_gpu_memory_utilization: float = _not_yet(0.3, "vLLM")
     vllm_max_model_length: int | None = _not_yet(None, "vLLM")
     vllm_tensor_parallel_size: int = _not_yet(1, "vLLM")
-    vllm_importance_sampling_correction: bool = _not_yet(
-        True, "the correction for a sampler other than the policy; here they are the same"
-    )
-    vllm_importance_sampling_mode: str = _not_yet("sequence_mask", "the correction for a sampler other than the policy")
-    vllm_importance_sampling_clip_max: float | None = _not_yet(
-        3.0, "the correction for a sampler other than the policy"
-    )
-    vllm_importance_sampling_clip_min: float | None = _not_yet(
-        None, "the correction for a sampler other than the policy"
-    )
-    vllm_importance_sampling_cap: float | None = _not_yet(None, "the correction for a sampler other than the policy")
     use_transformers_continuous_batching: bool = _not_yet(
         False, "continuous batching; leave it out, and generate is used"
     )

@@ -3,7 +3,7 @@
 ::
 
     rows --render--> prompts --generate--> completions --score--> rewards (N, R)
-         --combine--> totals (P, G) --advantage--> (P, G) --freeze--> RolloutBatch
+         --combine--> totals (P, G) --less the price of KL--> (P, G) --advantage--> (P, G) --> RolloutBatch
 """
 
 from __future__ import annotations
@@ -19,12 +19,23 @@ from torch import Tensor, nn
 
 from grpo_trainer.data import OneFormat, PromptLimit, PromptRenderer
 from grpo_trainer.functional.advantages import is_constant
+from grpo_trainer.functional.kl import kl_penalty
 from grpo_trainer.generation.base import Generator
 from grpo_trainer.metrics import MetricStore
+from grpo_trainer.policy.kl_coefficient import KLCoefficient
 from grpo_trainer.policy.modes import eval_mode
 from grpo_trainer.policy.scoring import completion_logprobs
 from grpo_trainer.rewards.base import RewardInputs, RewardLog, RewardSet
-from grpo_trainer.types import AdvantageFn, Completions, JointAdvantageFn, Prompt, RolloutBatch, Row, SamplingParams
+from grpo_trainer.types import (
+    AdvantageFn,
+    Completions,
+    JointAdvantageFn,
+    KLFn,
+    Prompt,
+    RolloutBatch,
+    Row,
+    SamplingParams,
+)
 
 Gather = Callable[[Tensor], Tensor]
 """``(n, ...) on this process -> (W * n, ...) of all, by rank``; every process gives the same shape."""
@@ -40,13 +51,15 @@ OWN_FIGURES = frozenset(
         "reward_std",
         "frac_reward_zero_std",
         "kl",
+        "kl_coef",
+        "kl_penalty",
         "entropy",
         "num_tokens",
         "step_time",
         "tokens_per_second",
     ]
 )
-OWN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "time/", "train_", "eval_")
+OWN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "sampling/", "time/", "train_", "eval_")
 """Names that a reward function's ``log_metric`` cannot take."""
 
 
@@ -122,6 +135,9 @@ class RolloutCollector:
         limit: how long a prompt may be.
         reference: the frozen policy of the KL term; None leaves the term's log-probs out.
         keep_old_logprobs: whether a rollout is trained on after the policy has moved.
+        keep_sampling_logprobs: whether the objective asks for the sampler's own log-probs.
+        kl_in_reward: estimator of the KL that each completion pays for in its reward; None: it pays nothing.
+        kl_coefficient: its price; what is measured is counted there.
         mask_truncated: whether completions cut at the length limit are left out of the loss.
         score_rows: most rows in one forward pass of the old or the reference policy.
         metrics: where figures go.
@@ -143,6 +159,9 @@ class RolloutCollector:
     joint_advantage: JointAdvantageFn | None = None
     reference: Reference | None = None
     keep_old_logprobs: bool = False
+    keep_sampling_logprobs: bool = False
+    kl_in_reward: KLFn | None = None
+    kl_coefficient: KLCoefficient = field(default_factory=KLCoefficient)
     mask_truncated: bool = False
     score_rows: int = 8
     metrics: MetricStore = field(default_factory=MetricStore)
@@ -176,22 +195,24 @@ class RolloutCollector:
         shared = self._share(drawn, count, failure)  # (N, R + 3), all processes
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
+        assert drawn is not None
+        with self._timed("time/logprobs"):
+            batch, penalties = self._with_old_and_reference(self._freeze(drawn, num_samples))
         if self.joint_advantage is None:
-            advantages = self.advantage(totals)  # (P, G)
+            advantages = self.advantage(totals if penalties is None else totals - penalties.view_as(totals))  # (P, G)
         else:
             advantages = self.joint_advantage(rewards.view(*totals.shape, -1), weights=self.rewards.weights)  # (P, G)
         if self.rank == 0:  # every process holds the same figures: one counts them
             count_rollout(
                 self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], self.silent(rewards, totals)
             )
-        assert drawn is not None
         local = advantages.flatten().float()
         if self.layout is not None:
             local = local[torch.tensor(self.layout[self.rank])]
-        with self._timed("time/logprobs"):
-            batch = self._with_old_and_reference(self._freeze(drawn, num_samples, local))
         return Rollout(
-            batch=batch, num_tokens=int(shared[:, -3:-1].sum().item()), table=self._table(drawn, local.tolist())
+            batch=replace(batch, advantages=local.to(batch.mask.device)),
+            num_tokens=int(shared[:, -3:-1].sum().item()),
+            table=self._table(drawn, local.tolist()),
         )
 
     def draw(
@@ -291,7 +312,13 @@ class RolloutCollector:
         row_ids: Sequence[tuple[int, int]],
     ) -> tuple[Drawn | None, Exception | None]:
         try:
-            return self.draw(rows, num_samples, seed=seed, names=names, row_ids=row_ids), None
+            drawn = self.draw(rows, num_samples, seed=seed, names=names, row_ids=row_ids)
+            if self.keep_sampling_logprobs and drawn.completions.sampling_logprobs is None:
+                raise ValueError(
+                    f"sampler_correction=True needs the log-probs of the sampler, and {type(self.generator).__name__} "
+                    "gave none. Set generation_engine='group', which says if the model cannot be drawn from that way"
+                )
+            return drawn, None
         except Exception as error:
             return None, error
 
@@ -312,12 +339,17 @@ class RolloutCollector:
         failed = shared[:, -1].view(-1, count)[:, 0].nonzero().flatten().tolist()
         if failed:
             raise RuntimeError(f"process {failed[0]} failed while collecting a rollout; its own message says why")
-        if self.layout is not None:
-            order = torch.tensor([row for rows in self.layout for row in rows])
-            shared = torch.empty_like(shared).index_copy(0, order, shared)
-        return shared[:, :-1]
+        return self._group_major(shared)[:, :-1]
 
-    def _freeze(self, drawn: Drawn, num_samples: Sequence[int], advantages: Tensor) -> RolloutBatch:
+    def _group_major(self, gathered: Tensor) -> Tensor:
+        """(N, ...) by rank -> by row of the rollout."""
+        if self.layout is None:
+            return gathered
+        order = torch.tensor([row for rows in self.layout for row in rows])
+        return torch.empty_like(gathered).index_copy(0, order, gathered)
+
+    def _freeze(self, drawn: Drawn, num_samples: Sequence[int]) -> RolloutBatch:
+        """The constants of the objective, but for the advantages, which may depend on them."""
         device = next(self.policy().parameters()).device
         lengths = tuple(len(ids) for ids in drawn.completions.ids)
         width = max(lengths, default=0)
@@ -327,6 +359,11 @@ class RolloutCollector:
         credited = torch.arange(width) < torch.tensor(lengths)[:, None]
         if self.mask_truncated:
             credited &= torch.tensor(drawn.completions.finished)[:, None]
+        sampled = None
+        if self.keep_sampling_logprobs:
+            sampled = torch.full(ids.shape, torch.nan)
+            for row, each in enumerate(drawn.completions.sampling_logprobs or ()):
+                sampled[row, : len(each)] = torch.tensor(each)
         firsts = [sum(num_samples[:i]) for i in range(len(num_samples))]
         return RolloutBatch(
             prompt_ids=tuple(torch.tensor(drawn.prompts[i].ids) for i in firsts),
@@ -334,21 +371,42 @@ class RolloutCollector:
             lengths=lengths,
             completion_ids=ids,
             mask=credited,
-            advantages=advantages,
+            advantages=torch.zeros(len(lengths)),
+            sampling_logprobs=sampled,
         ).to(device)
 
-    def _with_old_and_reference(self, batch: RolloutBatch) -> RolloutBatch:
-        if self.keep_old_logprobs:
+    def _with_old_and_reference(self, batch: RolloutBatch) -> tuple[RolloutBatch, Tensor | None]:
+        """The batch with the log-probs that the loss needs, and what each completion of the rollout pays, (N,)."""
+        old = ref = None
+        if self.keep_old_logprobs or self.kl_in_reward is not None:
             policy = self.policy()
             with eval_mode(policy):
-                batch = replace(batch, old_logprobs=self._logprobs(policy, batch))
+                old = self._logprobs(policy, batch)
         if self.reference is not None:
             with self.reference.activate() as model:
                 device = batch.device
                 if next(model.parameters()).device != device:  # placed later than the reference was made
                     model.to(device)
-                batch = replace(batch, ref_logprobs=self._logprobs(model, batch))
-        return batch
+                ref = self._logprobs(model, batch)
+        if self.kl_in_reward is None:
+            return replace(batch, old_logprobs=old, ref_logprobs=ref), None
+        assert old is not None and ref is not None
+        penalties = self._penalties(self.kl_in_reward(old, ref), batch)
+        return replace(batch, old_logprobs=old if self.keep_old_logprobs else None), penalties
+
+    def _penalties(self, kl: Tensor, batch: RolloutBatch) -> Tensor:
+        """(N,) float64, units of reward: what every completion of the rollout pays for its KL to the reference.
+
+        It pays for all its tokens, whatever of them is credited, since it is rewarded for all of them.
+        """
+        columns = torch.arange(kl.shape[1], device=kl.device)
+        drawn = columns < torch.tensor(batch.lengths, device=kl.device)[:, None]
+        total, count = torch.where(drawn, kl, 0.0).sum(dtype=torch.float64), drawn.sum()
+        self.metrics.add("kl", total, count)
+        self.kl_coefficient.count(total, count)
+        paid = kl_penalty(kl.double(), drawn, beta=self.kl_coefficient.beta)
+        self.metrics.add("kl_penalty", paid.sum(), len(paid))
+        return self._group_major(self.gather(paid.cpu()))
 
     def _logprobs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
         """(n, T) log-probs without gradient, a few rows at a time."""

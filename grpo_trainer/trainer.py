@@ -7,6 +7,7 @@ objective is evaluated. Configuration fields become objects in ``__init__``; not
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections import deque
@@ -25,6 +26,7 @@ from grpo_trainer.assembly import (
     check_args,
     course_settings,
     entropy_bonus_of,
+    kl_coefficient_of,
     objective_of,
     prefer_own_progress,
     refuse_not_yet,
@@ -179,6 +181,7 @@ class GRPOTrainer(ResumableTrainer):
         self.plan = args.batch_plan()
         self.objective = objective_of(args)
         self.entropy_bonus = entropy_bonus_of(args)
+        self.kl_coefficient = kl_coefficient_of(args)
         self.metrics = MetricStore()
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self._pending: deque[RolloutBatch] = deque()
@@ -215,6 +218,9 @@ class GRPOTrainer(ResumableTrainer):
             limit=limit,
             reference=reference,
             keep_old_logprobs=self.plan.rollout_outlives_step,
+            keep_sampling_logprobs=args.sampler_correction,
+            kl_in_reward=self.objective.kl if args.beta and args.kl_placement == "reward" else None,
+            kl_coefficient=self.kl_coefficient,
             mask_truncated=args.mask_truncated_completions,
             # the rows of one old or reference pass are those of one training pass, arranged alike: on one
             # machine the log-probs of equal weights are then equal to the last bit, in any precision
@@ -375,7 +381,7 @@ class GRPOTrainer(ResumableTrainer):
         scores = completion_logprobs(
             model, batch, temperature=self.args.temperature, with_entropy=True, entropy_gradient=applied != 0
         )
-        total, stats, bonus = self.objective(scores.logprobs, batch, entropy=scores.entropy, pool=self._pool)
+        total, stats, extremes, bonus = self.objective(scores.logprobs, batch, entropy=scores.entropy, pool=self._pool)
         bonus_items = self._bonus_items
         if num_items_in_batch is None:
             num_items_in_batch, bonus_items = (
@@ -383,6 +389,10 @@ class GRPOTrainer(ResumableTrainer):
             )
         assert scores.entropy is not None and bonus is not None
         self._count({**stats, "entropy": masked_sum(scores.entropy.detach(), batch.mask)})
+        for name, value in extremes.items():
+            self.metrics.extreme(name, value, name[-3:])
+        if "kl" in stats:
+            self.kl_coefficient.count(*stats["kl"])
         loss = total / num_items_in_batch
         if self.entropy_bonus.enabled:
             self.entropy_bonus.count(*bonus)
@@ -418,6 +428,10 @@ class GRPOTrainer(ResumableTrainer):
             self.entropy_bonus.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum"))
             self.metrics.add("entropy_coef", self.entropy_bonus.coefficient)
             self.metrics.add("policy_loss", 0.0, 1.0 / self.args.world_size)
+        if self.kl_coefficient.adaptive:
+            self.kl_coefficient.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum"))
+            self.metrics.add("kl_coef", self.kl_coefficient.beta)
+            self._set_beta()
         if self._step_started is None:
             return
         seconds = time.perf_counter() - self._step_started
@@ -427,6 +441,11 @@ class GRPOTrainer(ResumableTrainer):
             self.metrics.add(name, 0.0, 1.0)
         self.metrics.add("step_time", seconds)
         self.metrics.add("tokens_per_second", 0.0, seconds / self.args.world_size)
+
+    def _set_beta(self) -> None:
+        """Puts a coefficient that has moved into the loss, if the KL stands there."""
+        if self.objective.beta:
+            self.objective = dataclasses.replace(self.objective, beta=self.kl_coefficient.beta)
 
     def _sync_reference(self) -> None:
         """Moves the reference towards the policy every so many optimizer steps; before a checkpoint, which holds it."""
@@ -448,6 +467,7 @@ class GRPOTrainer(ResumableTrainer):
             metrics=self.metrics.state_dict(),
             reference=reference.state_dict() if reference is not None else {},
             entropy_bonus=self.entropy_bonus.state_dict(),
+            kl_coefficient=self.kl_coefficient.state_dict(),
         )
 
     def _take_run_state(self, state: RunState, *, same_layout: bool) -> None:
@@ -456,6 +476,8 @@ class GRPOTrainer(ResumableTrainer):
             self._pending = deque(state.pending)
         self.metrics.load_state_dict(state.metrics)
         self.entropy_bonus.load_state_dict(state.entropy_bonus)
+        self.kl_coefficient.load_state_dict(state.kl_coefficient)
+        self._set_beta()
         if state.reference and self.collector.reference is not None:
             self.collector.reference.load_state_dict(state.reference)
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from grpo_trainer.divergence import Divergence
 from grpo_trainer.functional.advantages import ADVANTAGES
 from grpo_trainer.functional.aggregation import AGGREGATIONS
-from grpo_trainer.functional.kl import KL_ESTIMATORS
 from grpo_trainer.functional.ratios import RATIOS
-from grpo_trainer.not_yet import NotYet
 from grpo_trainer.objective import LOSS_TYPES, MULTI_OBJECTIVE_AGGREGATIONS, SCALE_REWARDS, knobs_of, recipe_of
-from grpo_trainer.registry import resolve, suggest
 from grpo_trainer.sampler import BatchPlan
 
 POLICY_LOSS_FIELDS = (
@@ -26,10 +23,9 @@ _ADAPTIVE_FIELDS = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"
 
 
 @dataclass
-class Variants(NotYet):
+class Variants(Divergence):
     """The fields, those of TRL with TRL's defaults, then those of our own."""
 
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL term; 0 needs no reference."})
     epsilon: float = field(default=0.2, metadata={"help": "Lower clip distance of the ratio."})
     epsilon_high: float | None = field(
         default=None,
@@ -47,9 +43,6 @@ class Variants(NotYet):
     scale_rewards: str = field(
         default="group",
         metadata={"help": "Divide centred rewards by the deviation of the group, of the batch, or by none."},
-    )
-    use_bias_correction_kl: bool = field(
-        default=True, metadata={"help": "Multiply the KL estimate by the importance ratio (DeepSeek-V3.2)."}
     )
     importance_sampling_level: str = field(
         default="token",
@@ -124,10 +117,6 @@ class Variants(NotYet):
             f"{', '.join(ADVANTAGES)}; or a function of your own as pkg.mod:fn."
         },
     )
-    kl_estimator: str = field(
-        default="k3",
-        metadata={"help": f"Estimator of the KL term: one of {', '.join(KL_ESTIMATORS)}; or pkg.mod:fn."},
-    )
     gmpo_epsilon: float = field(
         default=0.4,
         metadata={"help": "Lower clip distance of gmpo, in nats: ratios are kept above exp(-gmpo_epsilon)."},
@@ -145,7 +134,7 @@ class Variants(NotYet):
         self._check_loss()
         self._check_numbers_of_variants()
         self._check_advantage()
-        self._check_kl()
+        self.check_divergence()
         self._check_entropy()
 
     def notes_on_variant(self) -> list[str]:
@@ -154,7 +143,7 @@ class Variants(NotYet):
         Returns:
             Sentences, possibly none.
         """
-        notes = []
+        notes = self.notes_on_divergence()
         aggregation = self.loss_aggregation or recipe_of(self.loss_type).aggregation
         if self.loss_type == "luspo" and self.importance_sampling_level == "token":
             notes.append(
@@ -166,11 +155,6 @@ class Variants(NotYet):
             notes.append(
                 f"importance_sampling_level={self.importance_sampling_level!r} with loss_type={self.loss_type!r} "
                 "counts a completion as often as it has tokens: GSPO itself is loss_type='grpo'"
-            )
-        if self.kl_estimator == "k2" and self.use_bias_correction_kl:
-            notes.append(
-                "kl_estimator='k2' with use_bias_correction_kl=True has the gradient of half the mean squared "
-                "log-ratio; that of the KL itself it has with use_bias_correction_kl=False"
             )
         if self.off_policy_mask_threshold is not None and not self.batch_plan().rollout_outlives_step:
             notes.append(
@@ -251,20 +235,6 @@ class Variants(NotYet):
                     f"Leave {name} at {rest!r}"
                 )
 
-    def _check_kl(self) -> None:
-        self._check_name_or_path("kl_estimator", KL_ESTIMATORS)
-        if self.kl_estimator != "k3" and not self.beta:
-            raise ValueError(
-                f"kl_estimator={self.kl_estimator!r} has nothing to act on: beta={self.beta} leaves the KL term out. "
-                "Set beta above 0, or leave kl_estimator out"
-            )
-        if self.kl_estimator == "k1" and not self.use_bias_correction_kl:
-            raise ValueError(
-                "kl_estimator='k1' with use_bias_correction_kl=False would pull at nothing: the gradient of the "
-                "log-ratio is 0 on average, so beta would add noise alone. Set use_bias_correction_kl=True, or take k2 "
-                "or k3"
-            )
-
     def _check_entropy(self) -> None:
         if self.top_entropy_quantile > 1:
             raise ValueError(
@@ -284,14 +254,3 @@ class Variants(NotYet):
                 f"{idle[0]}={getattr(self, idle[0])} has nothing to act on: the weight of the entropy bonus is fixed. "
                 f"Set use_adaptive_entropy=True, or leave {idle[0]} out"
             )
-
-    def _check_name_or_path(self, name: str, known: Mapping[str, Callable]) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, str):
-            raise ValueError(f"{name}={value!r} must be a name, not {type(value).__name__}")
-        resolve(value, known, name)
-
-    def _check_name(self, name: str, legal: Iterable[str]) -> None:
-        value, known = getattr(self, name), list(legal)
-        if not isinstance(value, str) or value not in known:
-            raise ValueError(f"{name}={value!r} is unknown.{suggest(str(value), known)} Legal: {', '.join(known)}.")

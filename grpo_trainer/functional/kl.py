@@ -3,13 +3,13 @@
 All three are from J. Schulman, "Approximating KL Divergence" (2020), written with
 ``d = log pi_ref - log pi_theta``. Values are in nats. What an estimator is worth depends on where it stands:
 
-====  =========  =================================  ======================================  ===================
-name  its mean   mean of its gradient, in the loss  ... of its product with the ratio       in the reward
-====  =========  =================================  ======================================  ===================
-k1    KL         0: it does not pull                that of KL                              the KL of RLHF
-k2    not KL     that of KL                         that of its mean, which is not KL       biased
-k3    KL         that of KL(pi_ref || pi_theta)     that of KL                              KL, less variance
-====  =========  =================================  ======================================  ===================
+====  =========  =================================  =================================  =============================
+name  its mean   mean of its gradient, in the loss  ... of its product with the ratio  what it pulls at in the reward
+====  =========  =================================  =================================  =============================
+k1    KL         0: it does not pull                that of KL                         KL
+k2    not KL     that of KL                         that of its mean, which is not KL  neither
+k3    KL         that of KL(pi_ref || pi_theta)     that of KL                         KL less KL(pi_ref || pi_theta)
+====  =========  =================================  =================================  =============================
 
 Departure: in an exponent d is capped at 20, so that one degenerate token cannot overflow; values with d <= 20 are
 exact, and beyond it the gradient is 0. The arithmetic is float32 or wider whatever the input.

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from grpo_trainer.functional.entropy import adaptive_entropy_coefficient, applied_entropy_coefficient
+from grpo_trainer.policy.step_mean import StepMean
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class EntropyBonus:
     minimum: float = 0.0
     maximum: float = 1.0
     last_entropy: float = math.inf
-    _counted: Tensor | None = field(default=None, init=False, repr=False)
+    _mean: StepMean = field(default_factory=StepMean, init=False, repr=False)
 
     @property
     def enabled(self) -> bool:
@@ -64,8 +64,7 @@ class EntropyBonus:
             count: () their number.
         """
         if self.adaptive:
-            pair = torch.stack([total.detach(), count.detach()]).double()
-            self._counted = pair if self._counted is None else self._counted + pair
+            self._mean.count(total, count)
 
     def end_step(self, add_up: Callable[[Tensor], Tensor] = lambda t: t) -> None:
         """Moves the coefficient by what the optimizer step has measured. Every process has to call it.
@@ -73,13 +72,10 @@ class EntropyBonus:
         Args:
             add_up: sums a tensor over processes.
         """
-        if self._counted is None:
+        measured = self._mean.take(add_up)
+        if measured is None:
             return
-        total, count = add_up(self._counted).tolist()
-        self._counted = None
-        if not count:  # nothing was trained on, so nothing was measured
-            return
-        self.last_entropy = total / count
+        self.last_entropy = measured
         self.coefficient = adaptive_entropy_coefficient(
             self.coefficient,
             self.last_entropy,

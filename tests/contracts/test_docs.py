@@ -18,10 +18,12 @@ from transformers import TrainingArguments
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from grpo_trainer.builtin import BUILTIN_MODELS, PREFIX
-from grpo_trainer.functional.advantages import ADVANTAGES
+from grpo_trainer.functional.advantages import ADVANTAGES, MULTI_REWARD_ADVANTAGES
 from grpo_trainer.functional.aggregation import AGGREGATIONS
+from grpo_trainer.functional.correction import CORRECTIONS
 from grpo_trainer.functional.kl import KL_ESTIMATORS
 from grpo_trainer.functional.losses import POLICY_LOSSES
+from grpo_trainer.functional.ratios import RATIOS
 from grpo_trainer.not_yet import NOT_YET
 from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
 from grpo_trainer.rewards import REWARDS
@@ -97,6 +99,9 @@ NAMES = {
     "policy losses": (POLICY_LOSSES, "docs/algorithms.md", "Policy losses", "name"),
     "kl estimators": (KL_ESTIMATORS, "docs/algorithms.md", "KL estimators", "name"),
     "aggregations": (AGGREGATIONS, "docs/algorithms.md", "Aggregations", "name"),
+    "several rewards": (MULTI_REWARD_ADVANTAGES, "docs/algorithms.md", "Advantages of several rewards", "name"),
+    "corrections": (CORRECTIONS, "docs/algorithms.md", "Correcting a sampler's mismatch", "name"),
+    "ratios": (RATIOS, "docs/algorithms.md", "Importance ratio", "level"),
     "loss types": (LOSS_TYPES, "docs/algorithms.md", "loss_type", "`loss_type`"),
     "scale_rewards": (SCALE_REWARDS, "docs/algorithms.md", "scale_rewards", "`scale_rewards`"),
     "rewards": (REWARDS, "docs/rewards.md", "The library", "name"),
@@ -134,7 +139,10 @@ def test_the_row_of_scale_rewards_says_what_it_stands_for(name):
     assert row["advantage"] == f"`{SCALE_REWARDS[name]}`"
 
 
-@pytest.mark.parametrize("kind", ["advantages", "policy losses", "kl estimators", "aggregations"])
+WITH_KNOBS = ["advantages", "policy losses", "kl estimators", "aggregations", "several rewards", "corrections"]
+
+
+@pytest.mark.parametrize("kind", WITH_KNOBS)
 def test_knobs_and_their_defaults_are_those_of_the_function(kind):
     table, path, heading, head = NAMES[kind]
     for name, row in rows(path, heading, head).items():
@@ -232,6 +240,7 @@ VARIANTS = {  # what makes the figures that only some settings have
     "cispo": dict(loss_type="cispo"),
     "vespo": dict(loss_type="vespo"),
     "entropy": dict(use_adaptive_entropy=True, off_policy_mask_threshold=0.5),
+    "divergence": dict(kl_placement="reward", kl_target=0.1, sampler_correction=True),
 }
 FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}
 

@@ -167,6 +167,27 @@ def test_the_penalty_is_a_constant_and_blind_to_what_is_hidden():
         kl_penalty(kl, torch.ones(1, 2), beta=1.0)
 
 
+@pytest.mark.parametrize(
+    ("estimator", "objective"),
+    # only k1 pulls at the KL. k3 has the gradient of the difference of the two directions, k2 that of neither
+    [(k1, reverse), (k3, lambda p: reverse(p) - forward(p))],
+)
+def test_what_a_price_in_the_reward_pulls_at(estimator, objective):
+    logits = POLICY.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    price = kl_penalty(estimator(logprobs[:, None], REFERENCE.log()[:, None]), torch.ones(4, 1), beta=1.0)
+    (gradient,) = torch.autograd.grad((POLICY * price * logprobs).sum(), logits)  # the policy gradient of the price
+    assert gradient.tolist() == pytest.approx(true_gradient(objective), abs=1e-8)
+
+
+def test_k2_in_the_reward_pulls_elsewhere():
+    logits = POLICY.log().requires_grad_()
+    logprobs = torch.log_softmax(logits, dim=0)
+    price = kl_penalty(k2(logprobs[:, None], REFERENCE.log()[:, None]), torch.ones(4, 1), beta=1.0)
+    (gradient,) = torch.autograd.grad((POLICY * price * logprobs).sum(), logits)
+    assert (gradient - torch.tensor(true_gradient(reverse))).norm() > 0.1 * gradient.norm()
+
+
 # --- the coefficient --------------------------------------------------------------------------------------------------
 
 

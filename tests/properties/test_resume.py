@@ -23,8 +23,19 @@ CASES = {
         "settings": {
             "gradient_accumulation_steps": 2,
             "beta": 0.1,
+            "kl_target": 1e-3,
             "use_adaptive_entropy": True,
             "entropy_target": 6.0,  # above what 256 tokens can have: the weight rises with every step
+        }
+    },
+    "straddling, KL in the reward, adaptive, corrected": {
+        "settings": {
+            **STRADDLING,
+            "beta": 0.5,
+            "kl_placement": "reward",
+            "kl_target": 1e-3,
+            "sampler_correction": True,
+            "vllm_importance_sampling_mode": "token_truncate",
         }
     },
     "stream": {"settings": {**STRADDLING, "max_steps": 11}, "stream": True},

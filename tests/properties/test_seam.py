@@ -22,6 +22,23 @@ CASES = {
     "dr_grpo": {**TWICE, "loss_type": "dr_grpo"},
     # neither divides the other, so steps straddle rollouts; 16 micro-steps per epoch, 3 a step, leave a last one of 1
     "straddling": {**TWICE, "gradient_accumulation_steps": 3},
+    # the quantile is that of a micro-batch over all processes: with one micro-batch a step it has the same rows in both
+    "pooled entropies, coefficients that move": dict(
+        **{**TWICE, "num_train_epochs": 1, "gradient_accumulation_steps": 1},
+        top_entropy_quantile=0.4,
+        use_adaptive_entropy=True,
+        entropy_coef=0.1,
+        entropy_target=9.0,
+        kl_target=1e-3,
+    ),
+    "KL in the reward, a sampler that is off": dict(
+        **{**TWICE, "num_train_epochs": 1, "beta": 0.5},
+        kl_placement="reward",
+        kl_target=1e-3,
+        sampler_correction=True,
+        vllm_importance_sampling_mode="token_mask",
+        vllm_importance_sampling_clip_max=1.1,
+    ),
     # a step holds two rollouts, and no rollout outlives it
     "two rollouts a step": dict(
         gradient_accumulation_steps=4, steps_per_generation=2, num_iterations=1, num_train_epochs=1
