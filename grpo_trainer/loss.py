@@ -19,6 +19,7 @@ from torch import Tensor
 
 from grpo_trainer.functional.correction import mismatch_stats
 from grpo_trainer.functional.masks import entropy_threshold, high_entropy_mask, off_policy_sequence_mask
+from grpo_trainer.functional.numeric import wide
 from grpo_trainer.functional.ratios import ratio_at
 from grpo_trainer.functional.shapes import check_shapes
 from grpo_trainer.types import (
@@ -273,8 +274,8 @@ def masked_sum(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         mask: (B, T) bool.
 
     Returns:
-        Two () float32 tensors.
+        Two () tensors, in float32 or wider.
     """
     if values.shape != mask.shape:
         mask = mask.any(dim=1, keepdim=True)
-    return torch.where(mask, values, 0.0).sum().float(), mask.sum().float()
+    return torch.where(mask, wide(values), 0.0).sum(), mask.sum().float()

@@ -62,6 +62,18 @@ def test_the_old_name_of_a_bound_is_taken_and_said():
 
 CORRECTED = {"sampler_correction": True}
 REFUSED = {
+    "an estimator of nothing": (
+        dict(kl_estimator="k2"),
+        "kl_estimator='k2' has nothing to act on: beta=0.0",
+    ),
+    "an estimator that is misspelt": (
+        dict(beta=0.1, kl_estimator="k4"),
+        "unknown kl_estimator 'k4'",
+    ),
+    "an estimator that pulls at nothing": (
+        dict(beta=0.1, kl_estimator="k1", use_bias_correction_kl=False),
+        "kl_estimator='k1' with use_bias_correction_kl=False would pull at nothing.*Set use_bias_correction_kl=True",
+    ),
     "a placement that is misspelt": (
         dict(beta=0.1, kl_placement="rewards"),
         "kl_placement='rewards' is unknown. Did you mean 'reward'",

@@ -75,6 +75,23 @@ def test_the_head_of_the_model_itself_gives_the_same(family, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_the_entropy_is_that_of_padded_rows(family):
+    """The head that scores in one pass gives none, so the bonus takes the logits of the packed pass."""
+    model, batch = tiny(family), random_batch()
+
+    def slopes(how):
+        model.zero_grad()
+        scores = how(model, batch, 0.7, True, True)
+        assert scores.entropy.requires_grad
+        weights = torch.linspace(-1, 2, scores.entropy.numel()).view_as(scores.entropy)
+        ((scores.entropy + 0.5 * scores.logprobs) * weights * batch.mask).sum().backward()
+        gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return scores.logprobs.detach(), scores.entropy.detach(), gradient
+
+    assert_equal(slopes(scoring._packed_pass), slopes(scoring._padded_pass))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradient_checkpointing_gives_the_same_bits(family):
     model, batch = tiny(family).train(), random_batch()
     plain = measure(model, batch)
