@@ -219,10 +219,11 @@ def test_a_shift_of_all_rewards_changes_nothing(advantage, rows, shift):
 def test_the_scale_of_rewards_cancels_unless_scaling_is_off(rows, factor):
     # powers of two, so that the scaled rewards are exact; with eps scaled along, the quotient is the same number
     rewards = double(rows)
-    for unscaled in (group_center, leave_one_out):
-        assert torch.equal(unscaled(rewards * factor), unscaled(rewards) * factor)
-    for scaled in (group_zscore, batch_zscore, global_zscore, group_center_global_std):
-        assert torch.allclose(scaled(rewards * factor, eps=1e-4 * factor), scaled(rewards), atol=1e-12)
+    unscaled = (group_center, leave_one_out)
+    for advantage in unscaled:
+        assert torch.equal(advantage(rewards * factor), advantage(rewards) * factor)
+    for advantage in {*ADVANTAGES.values()} - {*unscaled}:
+        assert torch.allclose(advantage(rewards * factor, eps=1e-4 * factor), advantage(rewards), atol=1e-12)
 
 
 @EVERY
@@ -233,6 +234,15 @@ def test_the_order_of_members_and_of_groups_does_not_matter(advantage, rows, dat
     places = data.draw(st.permutations(range(rewards.shape[0])))
     moved = advantage(rewards[places][:, members])
     assert torch.allclose(moved, advantage(rewards)[places][:, members], atol=1e-9)
+
+
+@EVERY
+@given(rows=groups)
+def test_every_group_twice_changes_nothing(advantage, rows):
+    """Over a batch that is so of the population's deviation; the sample's knows how many there are."""
+    knobs = {"ddof": 0} if "ddof" in (advantage.__kwdefaults__ or {}) else {}
+    once, twice = advantage(double(rows), **knobs), advantage(double(rows + rows), **knobs)
+    assert torch.allclose(twice, torch.cat([once, once]), rtol=1e-9, atol=1e-7)
 
 
 @EVERY
@@ -310,6 +320,20 @@ def test_a_group_where_every_reward_is_constant_is_exactly_zero(dtype):
     got = normalize_then_sum(rewards)
     assert torch.equal(got[0], torch.zeros(5, dtype=dtype))
     assert got[1].any() and got.dtype == dtype
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_several_rewards_neither_level_nor_scale_nor_order_nor_number_matters(seed):
+    rewards = torch.randn(3, 5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    rewards[0, 1, 0] = rewards[2, 3, 1] = NAN
+    expected = normalize_then_sum(rewards, ddof=0, eps=1e-12)
+    moved = rewards * torch.tensor([1.0, 7.0]) + torch.tensor([0.0, -300.0])  # one function in another unit
+    assert torch.allclose(normalize_then_sum(moved, ddof=0, eps=1e-12), expected, atol=1e-9)
+    order = [3, 0, 4, 2, 1]
+    mixed = normalize_then_sum(rewards.flip(0)[:, order], ddof=0, eps=1e-12)
+    assert torch.allclose(mixed, expected.flip(0)[:, order], atol=1e-9)
+    twice = normalize_then_sum(torch.cat([rewards, rewards]), ddof=0, eps=1e-12)
+    assert torch.allclose(twice, torch.cat([expected, expected]), atol=1e-9)
 
 
 def test_weights_weigh_the_normalised_rewards():

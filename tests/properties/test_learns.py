@@ -6,6 +6,11 @@ import pytest
 from datasets import Dataset
 
 from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.functional.advantages import ADVANTAGES, MULTI_REWARD_ADVANTAGES
+from grpo_trainer.functional.correction import CORRECTIONS
+from grpo_trainer.functional.kl import KL_ESTIMATORS
+from grpo_trainer.functional.ratios import RATIOS
+from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
 from tests.helpers import tiny_llama, tiny_tokenizer
 
 STEPS = 40
@@ -61,7 +66,16 @@ def test_reward_falls_if_the_advantage_is_negated(tmp_path):
 
 
 OFF_POLICY = {"num_iterations": 2, "per_device_train_batch_size": 32}
+RLOO = {"loss_type": "reinforce", "advantage_estimator": "leave_one_out"}
 VARIANTS = {  # with the settings of their papers, and every rollout used twice where the variant is about that
+    "dapo, clip-higher": {"loss_type": "dapo", "epsilon_high": 0.28, **OFF_POLICY},
+    "two-sided clip": {"loss_type": "dapo", "delta": 4.0, **OFF_POLICY},
+    "grpo": {"loss_type": "grpo", "beta": 0.04, **OFF_POLICY},
+    # it divides by the largest length and not by the deviation: its gradient is smaller
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "learning_rate": 1e-2, **OFF_POLICY},
+    "bnpo": {"loss_type": "bnpo", **OFF_POLICY},
+    "batch deviation": {"scale_rewards": "batch"},
+    "population deviation": {"advantage_ddof": 0},
     "cispo": {"loss_type": "cispo", **OFF_POLICY},
     "sapo": {"loss_type": "sapo", **OFF_POLICY},
     # a random model moves further in one step than the distances of the papers allow in many: without a second pass
@@ -70,8 +84,9 @@ VARIANTS = {  # with the settings of their papers, and every rollout used twice 
     "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence", **OFF_POLICY},
     "vespo": {"loss_type": "vespo", **OFF_POLICY},
     "gmpo": {"loss_type": "gmpo", **OFF_POLICY},
-    "RLOO": {"loss_type": "reinforce", "advantage_estimator": "leave_one_out"},
-    "REINFORCE++": {"advantage_estimator": "global_zscore"},
+    "RLOO": RLOO,
+    "RLOO, KL in the reward": {**RLOO, "beta": 0.01, "kl_placement": "reward"},
+    "REINFORCE++": {"advantage_estimator": "global_zscore", "beta": 0.01, "kl_placement": "reward"},
     "REINFORCE++ with baseline": {
         "advantage_estimator": "group_center_global_std",
         "beta": 0.01,
@@ -79,11 +94,25 @@ VARIANTS = {  # with the settings of their papers, and every rollout used twice 
         "use_bias_correction_kl": False,
     },
     "GDPO": {"multi_objective_aggregation": "normalize_then_sum"},
+    "k1, weighted": {"beta": 0.04, "kl_estimator": "k1", **OFF_POLICY},
+    "adaptive KL": {"beta": 0.01, "kl_target": 0.5},
     "high-entropy tokens": {"top_entropy_quantile": 0.2},
     "entropy bonus": {"entropy_coef": 0.01},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.0},
     "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.5, **OFF_POLICY},
+    **{
+        f"corrected, {mode}": {"sampler_correction": True, "vllm_importance_sampling_mode": mode}
+        for mode in CORRECTIONS
+    },
 }
+
+
+def test_every_name_is_among_the_variants():
+    said = {value for settings in VARIANTS.values() for value in settings.values() if isinstance(value, str)}
+    assert set(LOSS_TYPES) <= said
+    assert {*ADVANTAGES, *MULTI_REWARD_ADVANTAGES} <= said | {*SCALE_REWARDS.values()}
+    assert {*KL_ESTIMATORS} <= said | {"k3"}  # the default in the loss
+    assert {*RATIOS} <= said | {"token"}
 
 
 @pytest.mark.slow
@@ -94,9 +123,10 @@ def test_every_variant_learns(tmp_path, variant, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_no_variant_learns_if_the_advantage_is_negated(tmp_path, variant):
-    assert rewards_of_a_run(tmp_path, 0, sign=-1.0, **VARIANTS[variant])[-1] < 0.4
+def test_no_variant_learns_if_the_advantage_is_negated(tmp_path, variant, seed):
+    assert rewards_of_a_run(tmp_path, seed, sign=-1.0, **VARIANTS[variant])[-1] < 0.4
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "bnpo"])
