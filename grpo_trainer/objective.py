@@ -43,7 +43,14 @@ LOSS_TYPES = {
     "gmpo": Recipe("gmpo", "sequence_mean"),
     "reinforce": Recipe("reinforce", "sequence_sum"),
 }
-"""Every ``loss_type`` by name. A policy loss of one's own, ``pkg.mod:fn``, comes with ``token_mean``."""
+"""Every ``loss_type`` that stands for a pair. Any other policy loss, by its name in ``POLICY_LOSSES`` or one's own as
+``pkg.mod:fn``, is a ``loss_type`` too, and comes with ``token_mean``."""
+
+LOSS_TYPE_NAMES = (*LOSS_TYPES, *(name for name in POLICY_LOSSES if name not in LOSS_TYPES))
+"""Every name of a ``loss_type``."""
+
+LEVEL_OF_PAPER = {"luspo": "sequence"}
+"""``loss_type`` -> the ``importance_sampling_level`` that its paper has, where that is not the default."""
 
 SCALE_REWARDS = {
     "group": "group_zscore",
@@ -80,7 +87,7 @@ def build_objective(
     """From names to functions.
 
     Args:
-        loss_type: a key of ``LOSS_TYPES``, or a policy loss as ``pkg.mod:fn``.
+        loss_type: a key of ``LOSS_TYPES`` or ``POLICY_LOSSES``, or a policy loss as ``pkg.mod:fn``.
         scale_rewards: a key of ``SCALE_REWARDS``.
         max_completion_length: the constant L of ``dr_grpo``, in tokens.
         loss_aggregation: a key of ``AGGREGATIONS``, or ``pkg.mod:fn``; None takes that of ``loss_type``.
@@ -153,7 +160,7 @@ def recipe_of(loss_type: str) -> Recipe:
     """What a ``loss_type`` stands for.
 
     Args:
-        loss_type: a key of ``LOSS_TYPES``, or a policy loss as ``pkg.mod:fn``.
+        loss_type: a key of ``LOSS_TYPES`` or ``POLICY_LOSSES``, or a policy loss as ``pkg.mod:fn``.
 
     Returns:
         The names.
@@ -165,21 +172,22 @@ def recipe_of(loss_type: str) -> Recipe:
         >>> recipe_of("luspo"), recipe_of("my_package.losses:squared").aggregation
         (Recipe(policy_loss='clipped', aggregation='sequence_sum'), 'token_mean')
     """
-    if ":" in loss_type and loss_type not in LOSS_TYPES:
+    if loss_type in LOSS_TYPES:
+        return LOSS_TYPES[loss_type]
+    if loss_type in POLICY_LOSSES or ":" in loss_type:
         return Recipe(loss_type, "token_mean")
-    if loss_type not in LOSS_TYPES:
-        raise ValueError(
-            f"unknown loss_type {loss_type!r}.{suggest(loss_type, LOSS_TYPES)} Known: {', '.join(LOSS_TYPES)}; or give "
-            "a policy loss of your own as 'pkg.mod:fn'."
-        )
-    return LOSS_TYPES[loss_type]
+    known = list(dict.fromkeys([*LOSS_TYPES, *POLICY_LOSSES]))  # as they are now: either may have grown
+    raise ValueError(
+        f"unknown loss_type {loss_type!r}.{suggest(loss_type, known)} Known: {', '.join(known)}; or give a policy loss "
+        "of your own as 'pkg.mod:fn'."
+    )
 
 
 def knobs_of(loss_type: str) -> frozenset[str]:
     """The names of the keyword arguments that the policy loss of a ``loss_type`` takes.
 
     Args:
-        loss_type: a key of ``LOSS_TYPES``, or a policy loss as ``pkg.mod:fn``.
+        loss_type: a key of ``LOSS_TYPES`` or ``POLICY_LOSSES``, or a policy loss as ``pkg.mod:fn``.
 
     Returns:
         The names; those of all policy losses for a function that takes any.

@@ -6,11 +6,22 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
+import torch
+
 from grpo_trainer.divergence import Divergence
 from grpo_trainer.functional.advantages import ADVANTAGES
 from grpo_trainer.functional.aggregation import AGGREGATIONS
+from grpo_trainer.functional.losses import POLICY_LOSSES
 from grpo_trainer.functional.ratios import RATIOS
-from grpo_trainer.objective import LOSS_TYPES, MULTI_OBJECTIVE_AGGREGATIONS, SCALE_REWARDS, knobs_of, recipe_of
+from grpo_trainer.objective import (
+    LEVEL_OF_PAPER,
+    LOSS_TYPE_NAMES,
+    MULTI_OBJECTIVE_AGGREGATIONS,
+    SCALE_REWARDS,
+    knobs_of,
+    recipe_of,
+)
+from grpo_trainer.registry import only_accepted
 from grpo_trainer.sampler import BatchPlan
 
 POLICY_LOSS_FIELDS = (
@@ -38,7 +49,7 @@ class Variants(Divergence):
     )
     loss_type: str = field(
         default="dapo",
-        metadata={"help": f"One of {', '.join(LOSS_TYPES)}; or a policy loss of your own as pkg.mod:fn."},
+        metadata={"help": f"One of {', '.join(LOSS_TYPE_NAMES)}; or a policy loss of your own as pkg.mod:fn."},
     )
     scale_rewards: str = field(
         default="group",
@@ -133,6 +144,7 @@ class Variants(Divergence):
         """
         self._check_loss()
         self._check_numbers_of_variants()
+        self._try_loss()
         self._check_advantage()
         self.check_divergence()
         self._check_entropy()
@@ -145,10 +157,11 @@ class Variants(Divergence):
         """
         notes = self.notes_on_divergence()
         aggregation = self.loss_aggregation or recipe_of(self.loss_type).aggregation
-        if self.loss_type == "luspo" and self.importance_sampling_level == "token":
+        level = LEVEL_OF_PAPER.get(self.loss_type, self.importance_sampling_level)
+        if level != self.importance_sampling_level and self.importance_sampling_level == "token":
             notes.append(
-                "loss_type='luspo' with importance_sampling_level='token' clips token by token, as in TRL: LUSPO "
-                "itself is importance_sampling_level='sequence'"
+                f"loss_type={self.loss_type!r} with importance_sampling_level='token' clips token by token, as in TRL: "
+                f"{self.loss_type.upper()} itself is importance_sampling_level={level!r}"
             )
         weighs_by_length = aggregation not in ("sequence_mean", "sequence_sum")
         if self.importance_sampling_level != "token" and weighs_by_length:
@@ -209,10 +222,15 @@ class Variants(Divergence):
                 f"importance_sampling_level={self.importance_sampling_level!r} has nothing to act on: "
                 f"loss_type={loss_type!r} weighs tokens in a way of its own. Leave it at 'token', or take another loss"
             )
-        if loss_type == "cispo" and self.epsilon_high is not None and self.epsilon_high < 1:
-            raise ValueError(
-                f"epsilon_high={self.epsilon_high} would shrink every token: with loss_type='cispo' it is the greatest "
-                "ratio itself, as in TRL, not a distance from 1. Leave it out (5.0), or give a number of at least 1"
+
+    def _try_loss(self) -> None:
+        """Lets a loss of the package refuse the knobs that it is given, on one token."""
+        name = recipe_of(self.loss_type).policy_loss
+        if name in POLICY_LOSSES:
+            given = {n: getattr(self, n) for n in POLICY_LOSS_FIELDS if getattr(self, n) is not None}
+            token = torch.zeros(1, 1)
+            POLICY_LOSSES[name](
+                token, None, token[0], torch.ones_like(token), **only_accepted(POLICY_LOSSES[name], given)
             )
 
     def _check_advantage(self) -> None:

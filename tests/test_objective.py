@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from grpo_trainer.functional.losses import TokenLoss, clipped
-from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS
+from grpo_trainer.functional.aggregation import AGGREGATIONS
+from grpo_trainer.functional.losses import POLICY_LOSSES, TokenLoss, clipped
+from grpo_trainer.objective import LOSS_TYPES, SCALE_REWARDS, Recipe, recipe_of
 from tests.test_loss import build, loss_of, rows_of
 
 CLIPPED = ["grpo", "dapo", "bnpo", "dr_grpo", "luspo"]  # whose policy loss is the clipped surrogate
@@ -132,6 +133,17 @@ def test_knobs_reach_the_policy_loss_and_none_leaves_its_default():
         kept = {name: value for name, value in knobs.items() if value is not None}
         expected = clipped(logprobs, old, batch.advantages, batch.mask, **kept).loss.item()
         assert build(**knobs)(logprobs, batch).loss.item() == expected
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_every_policy_loss_is_a_loss_type_by_its_own_name(name):
+    assert recipe_of(name) == LOSS_TYPES.get(name, (name, "token_mean"))
+    batch = rows_of(2, 4, advantages=[1.0, -2.0])
+    pair = LOSS_TYPES.get(name, Recipe(name, "token_mean"))
+    direct = POLICY_LOSSES[name](-torch.ones(2, 4), None, batch.advantages, batch.mask).loss
+    weights, items = AGGREGATIONS[pair.aggregation](batch.mask)
+    expected = torch.where(batch.mask, direct * weights, 0.0).sum() / items
+    assert loss_of(build(name), -torch.ones(2, 4), batch)[0] == pytest.approx(expected.item())
 
 
 def test_a_kl_estimator_of_ones_own_is_given_by_its_path():

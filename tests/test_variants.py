@@ -26,7 +26,7 @@ REFUSED = {
     ),
     "a cap that shrinks every token": (
         dict(loss_type="cispo", epsilon_high=0.28),
-        r"epsilon_high=0.28 would shrink every token.*Leave it out \(5.0\)",
+        r"epsilon_high=0.28 would shrink every token.*at least 1 \(5.0 is the default\)",
     ),
     "a knob of another loss": (
         dict(loss_type="sapo", delta=2.0),

@@ -59,7 +59,7 @@ def draw_losses(path: Path) -> None:
                 dashed = axis is above and name in SCORES
                 label = f"A = {sign:+.0f}".replace("-", "−")
                 axis.plot(log_ratios.exp(), values, color=colour, lw=1.6, ls="--" if dashed else "-", label=label)
-        above.set_title(f"{name}\n{NOTES[name]}", fontsize=10)
+        above.set_title(f"{name}\n{NOTES.get(name, '')}", fontsize=10)
         for axis, limit in ((above, 8), (below, 6.5)):
             axis.axvline(1.0, color=GREY, lw=0.6, ls=":")
             axis.axhline(0.0, color=GREY, lw=0.6, ls=":")

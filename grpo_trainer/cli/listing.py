@@ -62,10 +62,12 @@ def laid_out(rows: Mapping[str, str], width: int) -> list[str]:
 
 
 def _sections() -> dict[str, dict[str, str]]:
-    from grpo_trainer.functional.advantages import ADVANTAGES
+    from grpo_trainer.functional.advantages import ADVANTAGES, MULTI_REWARD_ADVANTAGES
     from grpo_trainer.functional.aggregation import AGGREGATIONS
+    from grpo_trainer.functional.correction import CORRECTIONS
     from grpo_trainer.functional.kl import KL_ESTIMATORS
     from grpo_trainer.functional.losses import POLICY_LOSSES
+    from grpo_trainer.functional.ratios import RATIOS
     from grpo_trainer.objective import LOSS_TYPES
     from grpo_trainer.rewards import REWARDS
     from grpo_trainer.tasks import BUILTIN_TASKS
@@ -76,10 +78,13 @@ def _sections() -> dict[str, dict[str, str]]:
             str(path): first_comment(path) for path in launcher_files()
         },
         "Losses (loss_type)": {n: f"{loss.policy_loss}, {loss.aggregation}" for n, loss in LOSS_TYPES.items()},
-        "Advantages": _first_lines(ADVANTAGES),
-        "Policy losses": _first_lines(POLICY_LOSSES),
-        "KL estimators": _first_lines(KL_ESTIMATORS),
-        "Aggregations": _first_lines(AGGREGATIONS),
+        "Policy losses (loss_type, with token_mean)": _first_lines(POLICY_LOSSES),
+        "Ratios (importance_sampling_level)": _first_lines(RATIOS),
+        "Advantages (advantage_estimator)": _first_lines(ADVANTAGES),
+        "Advantages of several rewards (multi_objective_aggregation)": _first_lines(MULTI_REWARD_ADVANTAGES),
+        "KL estimators (kl_estimator)": _first_lines(KL_ESTIMATORS),
+        "Aggregations (loss_aggregation)": _first_lines(AGGREGATIONS),
+        "Corrections (vllm_importance_sampling_mode)": _first_lines(CORRECTIONS),
         "Rewards (reward_funcs)": _first_lines(REWARDS),
         "Tasks (dataset_name)": _first_lines(BUILTIN_TASKS),
     }

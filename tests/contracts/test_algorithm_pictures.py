@@ -21,9 +21,8 @@ def script():
     return module
 
 
-def test_every_loss_says_in_its_picture_with_which_knobs(script):
-    assert set(script.NOTES) == set(POLICY_LOSSES)
-    assert set(script.SCORES) <= set(POLICY_LOSSES)
+def test_what_the_pictures_say_of_a_loss_is_said_of_one_that_is_there(script):
+    assert set(script.NOTES) | set(script.SCORES) <= set(POLICY_LOSSES)
 
 
 @pytest.mark.slow

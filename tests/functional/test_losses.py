@@ -54,11 +54,6 @@ def on_paper(log_ratio, advantage, epsilon, epsilon_high, delta) -> tuple[float,
     return -free, -advantage * (slope if r <= delta and (low <= r <= high) else 0.0)
 
 
-def test_every_loss_in_the_table_is_tested():
-    here = {"clipped", "clipped_sequence", "clipped_sequence_token", "sapo", "gmpo"}
-    assert set(POLICY_LOSSES) == here | {"cispo", "vespo", "reinforce"}  # those in test_score_losses.py
-
-
 # --- the clipped surrogate --------------------------------------------------------------------------------------------
 
 
