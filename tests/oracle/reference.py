@@ -158,6 +158,8 @@ def kl(name: str, logp: float, ref: float) -> tuple[float, float]:
 
 
 def mean(values):
+    if min(values) == max(values):  # which the quotient may miss by a rounding
+        return values[0]
     return math.fsum(values) / len(values)
 
 

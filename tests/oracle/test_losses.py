@@ -146,7 +146,7 @@ def test_value_and_gradient_are_those_of_the_loops(name, data, rows):
 @settings(max_examples=30)
 @given(rows=completions(), aggregation=st.sampled_from(list(AGGREGATIONS)))
 def test_the_defaults_too(name, rows, aggregation):
-    defaults = dict(POLICY_LOSSES[name].__kwdefaults__)
+    defaults = dict(POLICY_LOSSES[name].__kwdefaults__ or {})
     assert worst(name, defaults, aggregation, rows) <= 1
 
 
