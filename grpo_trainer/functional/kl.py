@@ -102,7 +102,7 @@ def kl_penalty(kl: Tensor, mask: Tensor, *, beta: float) -> Tensor:
     """What a completion pays in reward for leaving the reference: ``beta * sum_t KL_t``, to be taken off its reward.
 
     With ``k1`` this is ``beta * log(pi(o) / pi_ref(o))``, the penalty of RLHF: Ziegler et al. (arXiv:1909.08593),
-    section 2.2. It is a constant: the advantage carries it, and the loss then has no KL term of its own.
+    equation 2. It is a constant: the advantage carries it, and the loss then has no KL term of its own.
 
     Args:
         kl: (B, T) estimates in nats, of the policy that sampled.
