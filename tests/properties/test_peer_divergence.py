@@ -63,7 +63,10 @@ def assert_same(a, b):
         assert error <= 1e-5, f"step {step}: relative difference {error:.1e}"
 
 
-@pytest.mark.parametrize("case", CORRECTED)
+SLOW = {"token_mask", "sequence_truncate"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in SLOW else ()) for c in CORRECTED])
 def test_a_corrected_gradient_agrees_with_trl(case, checkpoint, tmp_path):
     settings = {**COMMON, **CORRECTED[case], "per_device_train_batch_size": 8, "logging_steps": 1}
     recorder = Recorder()
