@@ -59,10 +59,11 @@ class ResumableTrainer(Trainer):
         self._draft_dir: str | None = None  # stands for the output folder while a checkpoint is written
         self._losses_since = 0  # the step since which the Trainer's sum of losses counts
         self._termination = TerminationNotice()
-        self._stopping = False  # whether some process was told to terminate
+        self._asked = 0  # exit code with which this process was asked to leave the run
+        self._leaving = 0  # the same, agreed upon by all processes
         self._saved_step = -1  # of the last checkpoint
         self._warned: set[str] = set()
-        self.add_callback(_Seam(self._take_up, self._heed_termination))
+        self.add_callback(_Seam(self._take_up, self._heed_requests))
 
     # --- for the subclass -----------------------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class ResumableTrainer(Trainer):
 
         Raises:
             ValueError: if the folder is no checkpoint that a run can go on from.
-            SystemExit: with code 143, after SIGTERM and its checkpoint.
+            SystemExit: with code 143, after SIGTERM and its checkpoint; or as `stop_after_step` was told.
         """
         self._checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
         if resume_from_checkpoint and self._checkpoint is None:
@@ -109,13 +110,14 @@ class ResumableTrainer(Trainer):
         if self.is_world_process_zero():
             clear_unfinished(self.args.output_dir)
         self._rng_due = self._checkpoint is not None
-        self._stopping = False
+        self._leaving = 0
         self.current_flos = 0  # those of a run that was broken off are not this run's
         try:
             with self._termination:
                 output = super().train(self._checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.is_in_train = False  # the Trainer says so only of a run that came to its end
+            self._asked = 0
         return output._replace(training_loss=self._mean_loss())
 
     def _take_up(self) -> None:
@@ -218,12 +220,28 @@ class ResumableTrainer(Trainer):
         if self._draft_dir is None:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _is_terminated(self) -> bool:
-        """Whether a process of the run was told to terminate; every process must ask at the same point."""
+    def stop_after_step(self, exit_code: int = EXIT_CODE) -> None:
+        """Asks the run to leave when its current optimizer step is over, logged and saved, as SIGTERM does.
+
+        To be called from a signal's handler, a callback or another thread. Of several processes one is enough, and all
+        of them leave. In the last step of a run it does nothing.
+
+        Args:
+            exit_code: of the ``SystemExit`` by which ``train`` is left, 1 to 255; the highest wins.
+
+        Raises:
+            ValueError: if the code is out of range.
+        """
+        if not 1 <= exit_code <= 255:
+            raise ValueError(f"exit_code={exit_code} must be from 1 to 255, as an operating system takes it")
+        self._asked = max(self._asked, exit_code)
+
+    def _agreed_exit_code(self) -> int:
+        """The code with which to leave the run, 0 to go on; every process must ask at the same point."""
+        own = max(self._asked, EXIT_CODE if self._termination.given else 0)
         if self.args.world_size == 1:
-            return self._termination.given
-        given = torch.tensor(float(self._termination.given), device=self.args.device)
-        return bool(self.accelerator.reduce(given, reduction="sum").item())
+            return own
+        return int(self.accelerator.gather(torch.tensor([own], device=self.args.device)).max().item())
 
     def _maybe_log_save_evaluate(
         self,
@@ -236,7 +254,7 @@ class ResumableTrainer(Trainer):
         start_time: float,
         learning_rate: float | None = None,
     ) -> None:
-        """Leaves the run when its step is logged and saved, if a process was told to terminate.
+        """Leaves the run when its step is logged and saved, if a process was asked to.
 
         Not by way of ``should_training_stop``: the end of a run tidies up, which an interrupted one must not.
 
@@ -251,23 +269,23 @@ class ResumableTrainer(Trainer):
             learning_rate: of the step.
 
         Raises:
-            SystemExit: with code 143, after the checkpoint.
+            SystemExit: with the code that was agreed upon, after the checkpoint.
         """
         super()._maybe_log_save_evaluate(
             tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate=learning_rate
         )
-        if not self._stopping or self.state.global_step >= self.state.max_steps:
+        if not self._leaving or self.state.global_step >= self.state.max_steps:
             return
         if self._saved_step != self.state.global_step:  # what an evaluation says may overrule what was asked for
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(self._leaving)
 
-    def _heed_termination(self, control: TrainerControl) -> None:
+    def _heed_requests(self, control: TrainerControl) -> None:
         """At the end of a step: every process asks, whether it was told or not."""
-        self._stopping = self._is_terminated()
-        if self._stopping:
+        self._leaving = self._agreed_exit_code()
+        if self._leaving:
             control.should_save = True
             self.args.save_only_model = False  # the run is to go on from it
 

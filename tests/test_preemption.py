@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from grpo_trainer.preemption import EXIT_CODE, TerminationNotice
+from grpo_trainer.preemption import EXIT_CODE, SignalNotice, TerminationNotice
 
 
 def test_the_exit_code_is_that_of_a_terminated_process():
@@ -66,3 +66,19 @@ def test_a_termination_is_fatal_when_it_comes_again_later_but_not_when_it_is_pas
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode == -signal.SIGTERM) is ended
     assert ("still here" in done.stdout) is not ended
+
+
+def test_what_is_to_be_done_is_done_when_a_signal_comes_for_the_first_time():
+    heard = []
+    with SignalNotice(signal.SIGINT, grace=60.0, heard=lambda: heard.append(1)) as notice:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert heard == [1] and notice.given
+
+
+def test_an_interrupt_that_comes_again_is_one():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), SignalNotice(signal.SIGINT, grace=0.0):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

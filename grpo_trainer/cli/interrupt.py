@@ -1,50 +1,47 @@
-"""Ctrl-C that loses nothing: the first lets the step finish and saves a checkpoint, the second stops at once."""
+"""Ctrl-C that loses nothing: the first lets the step finish and saves a checkpoint, a later one stops at once."""
 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
-from transformers.trainer_callback import TrainerCallback
+from grpo_trainer.preemption import EXIT_CODE, GRACE, SignalNotice
+
+INTERRUPTED, TERMINATED = 130, EXIT_CODE
+"""Exit codes after Ctrl-C and after SIGTERM, with a checkpoint saved."""
 
 
-class GracefulStop(TrainerCallback):
-    """While it is entered, the first SIGINT asks the trainer to save and stop after the current step.
+def train_until_stopped(trainer: Any, checkpoint: str | None, progress: Any, say: Callable[[str], None]) -> int:
+    """Trains. Ctrl-C leaves the run by the way that SIGTERM takes, and SIGTERM as ever.
 
-    It does nothing in a thread other than the main one, which gets no signals.
+    With several processes the terminal and the launcher both pass Ctrl-C on, so there one that comes soon is the same.
 
     Args:
+        trainer: a ``GRPOTrainer``.
+        checkpoint: to go on from; None starts anew.
+        progress: a context manager that is entered meanwhile.
         say: prints a line.
 
-    Attributes:
-        requested: whether a SIGINT came.
+    Returns:
+        0 when the run came to its end; 130 or 143 if it was stopped and a checkpoint saved.
+
+    Raises:
+        KeyboardInterrupt: at a later Ctrl-C.
+        SystemExit: if something else leaves the program.
     """
+    alone = trainer.args.world_size == 1
+    again = "Press it again" if alone else f"Press it again after {GRACE:.0f} seconds"
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.requested = False
-        self._say = say
-        self._previous: Any = None
+    def heard() -> None:
+        trainer.stop_after_step(INTERRUPTED)
+        say(f"Ctrl-C: finishing this step and saving a checkpoint. {again} to stop at once.")
 
-    def __enter__(self) -> GracefulStop:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-            self._previous = None
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        self._say("Ctrl-C: finishing this step and saving a checkpoint. Press it again to stop at once.")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Asks for a checkpoint and the end of training, if a SIGINT came."""
-        if self.requested:
-            control.should_save = control.should_training_stop = True
-        return control
+    with progress, SignalNotice(signal.SIGINT, 0.0 if alone else GRACE, heard):
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        except SystemExit as end:
+            if end.code not in (INTERRUPTED, TERMINATED):
+                raise
+            return int(end.code)
+    return 0

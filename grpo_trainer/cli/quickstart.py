@@ -28,7 +28,7 @@ from grpo_trainer.cli.launch import started_processes
 from grpo_trainer.cli.recipe import Recipe, load_recipe
 from grpo_trainer.cli.record import RECORD, Record, checkpoints_in, make_way, write_json
 from grpo_trainer.cli.run_file import save_run_file
-from grpo_trainer.cli.train import INTERRUPTED, TERMINATED, last_checkpoint
+from grpo_trainer.cli.train import last_checkpoint
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
             say(f"--resume: the run in {folder} is finished, see its summary.json; leave out --resume to run anew")
             return 0
         checkpoint = _checkpoint(folder, recipe, resume, say)
-        trainer, heldout, progress, stop = _prepare(recipe, config, console)
+        trainer, heldout, progress = _prepare(recipe, config, console)
     if checkpoint is None:
         make_way(folder, say)
         save_run_file(folder, recipe, ["grpo-trainer", "quickstart", *words], processes=1)
@@ -78,7 +78,7 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
     else:
         record = Record.load(folder)
         say(f"going on from {checkpoint}; held-out reward before training: {record.before.reward}")
-    code = _train(trainer, checkpoint, record, folder, progress, stop)
+    code = _train(trainer, checkpoint, record, folder, progress, say)
     if code:
         state = trainer.state
         say(f"Stopped after step {state.global_step} of {state.max_steps}; checkpoint: {last_checkpoint(folder)}")
@@ -108,10 +108,9 @@ def _recipe(words: Sequence[str], say: Callable[[str], None]) -> Recipe:
     return recipe
 
 
-def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, Any, Any]:
-    """The trainer, the held-out rows, the progress and what stops the run."""
+def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, Any]:
+    """The trainer, the held-out rows and the progress."""
     from grpo_trainer.cli.build import build_trainer, quiet_libraries
-    from grpo_trainer.cli.interrupt import GracefulStop
     from grpo_trainer.reports.completions import CompletionsWriter
     from grpo_trainer.reports.progress import RichProgress
     from grpo_trainer.tasks import load_task
@@ -119,36 +118,31 @@ def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, A
     quiet_libraries()
     train_rows, heldout = load_task("builtin:sums", config.seed)
     _say(console, f"loading {recipe.arguments.model_name_or_path} …")
-    stop = GracefulStop(lambda line: _say(console, line))
     progress = RichProgress(console, tables=0 if config.log_completions else 4)
     own = [] if config.log_completions else [CompletionsWriter(Path(config.output_dir) / "completions")]
-    trainer = build_trainer(recipe, config, train_rows, callbacks=[progress, stop, *own])
+    trainer = build_trainer(recipe, config, train_rows, callbacks=[progress, *own])
     plan = config.batch_plan()
     _say(
         console,
         f"{len(train_rows)} sums to train on, {len(heldout)} others held out; {config.max_steps} steps of "
         f"{plan.completions_per_rollout // plan.num_generations} prompts x {plan.num_generations} completions",
     )
-    return trainer, heldout, progress, stop
+    return trainer, heldout, progress
 
 
-def _train(trainer: Any, checkpoint: str | None, record: Record, folder: Path, progress: Any, stop: Any) -> int:
+def _train(
+    trainer: Any, checkpoint: str | None, record: Record, folder: Path, progress: Any, say: Callable[[str], None]
+) -> int:
     """Trains; returns 0, or the exit code if the run was stopped and a checkpoint saved."""
+    from grpo_trainer.cli.interrupt import train_until_stopped
     from grpo_trainer.runtime import peak_rss_bytes
 
-    start, code = time.monotonic(), 0
-    with progress, stop:
-        try:
-            trainer.train(resume_from_checkpoint=checkpoint)
-        except SystemExit as end:
-            if end.code != TERMINATED:
-                raise
-            code = TERMINATED
+    start = time.monotonic()
+    code = train_until_stopped(trainer, checkpoint, progress, say)
     record.train_seconds += time.monotonic() - start
     record.peak_rss_bytes = max(record.peak_rss_bytes, peak_rss_bytes())
     record.save(folder)
-    stopped = stop.requested and trainer.state.global_step < trainer.state.max_steps
-    return code or (INTERRUPTED if stopped else 0)
+    return code
 
 
 def _finish(trainer: Any, record: Record, after: Measure, folder: Path, console: Console) -> None:

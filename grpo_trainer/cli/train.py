@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import tempfile
@@ -15,9 +14,6 @@ from grpo_trainer.cli.recipe import Recipe, load_recipe, split_words
 from grpo_trainer.cli.run_file import save_run_file
 
 Say = Callable[[str], None]
-
-INTERRUPTED, TERMINATED = 130, 143
-"""Exit codes after Ctrl-C and after SIGTERM, with a checkpoint saved."""
 
 
 def train(name: str, words: Sequence[str] = (), *, dry_run: bool = False) -> int:
@@ -52,35 +48,26 @@ def train(name: str, words: Sequence[str] = (), *, dry_run: bool = False) -> int
 def _run(recipe: Recipe, config: Any, checkpoint: str | None, command: list[str], say: Say) -> int:
     """Trains, and saves the model."""
     with starting():
-        from grpo_trainer.cli.interrupt import GracefulStop
+        from grpo_trainer.cli.interrupt import train_until_stopped
         from grpo_trainer.reports.progress import RichProgress
 
-        # the tables of sampled completions are `log_completions`, the trainer's own
-        progress, stop = RichProgress(tables=0), GracefulStop(say)
-        # With several processes a stop would have to be agreed upon; there Ctrl-C ends them all, as the launcher does.
-        alone = config.world_size == 1
-        trainer = _trainer(recipe, config, [progress, *([stop] if alone else [])], say)
+        progress = RichProgress(tables=0)  # the tables of sampled completions are `log_completions`, the trainer's own
+        trainer = _trainer(recipe, config, [progress], say)
         if config.process_index == 0:
             save_run_file(config.output_dir, recipe, command, processes=config.world_size)
-    terminated = False
-    with progress:
-        try:
-            with stop if alone else contextlib.nullcontext():
-                trainer.train(resume_from_checkpoint=checkpoint)
-        except SystemExit as end:
-            if end.code != TERMINATED:
-                raise
-            terminated = True
-    if terminated or (stop.requested and trainer.state.global_step < trainer.state.max_steps):
+    alone = config.world_size == 1
+    code = train_until_stopped(trainer, checkpoint, progress, say)
+    if code:
         saved = last_checkpoint(config.output_dir)
         say(f"Stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; checkpoint: {saved}")
         say(f"Go on with: {resume_command(command)}" + ("" if alone else "  (under the same launcher)"))
-        return TERMINATED if terminated else INTERRUPTED
-    trainer.save_model(config.output_dir)
-    say(f"model: {config.output_dir}")
+    else:
+        trainer.save_model(config.output_dir)
+        say(f"model: {config.output_dir}")
     if not alone:
+        trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one has left
         trainer.end()  # or torch complains that the process group was left open
-    return 0
+    return code
 
 
 def _tell(recipe: Recipe, checkpoint: str | None, say: Say) -> int:

@@ -21,6 +21,7 @@ class FakeTrainer:
         self.control = TrainerControl()
         self.before_step = lambda step: None
         self.resumed_from = None
+        self.exit_code = 0
         self.sampled: list[tuple[int, int]] = []
         type(self).made.append(self)
 
@@ -35,6 +36,9 @@ class FakeTrainer:
                     callback.on_rollout(self.args, self.state, self.control, **kwargs)
         else:
             self.control = getattr(handler, event)(self.args, self.state, self.control, **kwargs)
+
+    def stop_after_step(self, exit_code):
+        self.exit_code = exit_code
 
     def train(self, resume_from_checkpoint=None):
         self.resumed_from = resume_from_checkpoint
@@ -51,14 +55,14 @@ class FakeTrainer:
             logs = {"reward": step / 10, "time/generation": 2.0, "time/update": 3.0, "step": step}
             self.state.log_history.append(logs)
             self._call("on_log", logs=logs)
-            if self.control.should_save:
+            if self.exit_code and step < self.args.max_steps:
                 folder = Path(self.args.output_dir) / f"checkpoint-{step}"
                 folder.mkdir()
                 self.state.save_to_json(str(folder / "trainer_state.json"))
                 (folder / "optimizer.pt").touch()
                 self._call("on_save")
-            if self.control.should_training_stop:
-                break
+                self._call("on_train_end")
+                raise SystemExit(self.exit_code)
         self._call("on_train_end")
 
     def sample(self, dataset, num_generations, *, temperature=None, seed=0):

@@ -7,13 +7,13 @@ holds the exit codes (-9: killed), in the file descriptor that its argument name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from peft import LoraConfig
 
 import grpo_trainer.checkpoint
 from grpo_trainer import GRPOConfig, GRPOTrainer
+from grpo_trainer.cli.interrupt import train_until_stopped
 from grpo_trainer.generation.engines import AutoGenerator
 from tests.helpers import tiny_llama, tiny_tokenizer
 
@@ -93,6 +94,9 @@ def run(job: dict[str, Any], rank: int) -> None:
 
     def reward(prompts, completions, completion_ids, trainer_state, **kwargs):
         switch.event()
+        if trainer_state.global_step == job.get("told_in_step"):
+            job["told_in_step"] = None  # once; an evaluation scores too
+            told(job["signal"], rank, job["world_size"])
         with open(out / f"record{rank}.jsonl", "a") as record:  # at once, as what is only in memory dies with the run
             print(json.dumps([trainer_state.global_step, prompts, completion_ids]), file=record)
         noise = random.random() + torch.rand(()).item()  # global random states are part of the run
@@ -108,7 +112,13 @@ def run(job: dict[str, Any], rank: int) -> None:
     held_out = Dataset.from_list(rows(2)) if job.get("evaluates") else None
     trainer = GRPOTrainer(model, reward, config, data, held_out, processing_class=tiny_tokenizer(), peft_config=peft)
     switch.wrap(trainer, "training_step")
-    trainer.train(resume_from_checkpoint=True if job["resume"] else None)
+    checkpoint = True if job["resume"] else None
+    if job.get("signal") == "SIGINT":  # as the command line trains
+        code = train_until_stopped(trainer, checkpoint, contextlib.nullcontext(), print)
+        if code:
+            raise SystemExit(code)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint)
     assert config.world_size == job["world_size"]
     torch.save(
         {
@@ -121,6 +131,13 @@ def run(job: dict[str, Any], rank: int) -> None:
         },
         out / f"end{rank}.pt",
     )
+
+
+def told(name: str, rank: int, world_size: int) -> None:
+    """SIGTERM from a careless scheduler, to the first process; Ctrl-C from the terminal, and from a launcher again."""
+    number = getattr(signal, name)
+    for _ in range(rank == 0 if number == signal.SIGTERM else min(world_size, 2)):
+        os.kill(os.getpid(), number)
 
 
 def is_exact(name: str) -> bool:
@@ -164,10 +181,6 @@ def answer(job: dict[str, Any]) -> list[int]:
     """Runs a job; once one of its processes was killed, so are the others, as a launcher does."""
     port = free_port()
     children = [fork(job, rank, port) for rank in range(job["world_size"])]
-    if job.get("terminate"):  # SIGTERM to the first process as soon as the file appears
-        while not Path(job["terminate"]).exists():
-            time.sleep(0.01)
-        os.kill(children[0], signal.SIGTERM)
     codes: dict[int, int] = {}
     while len(codes) < len(children):
         child, status = os.wait()

@@ -83,6 +83,14 @@ def assert_same_run(whole: Path, parts: Path, world_size: int) -> None:
     assert tables[0] == tables[1]
 
 
+def whole_run(runs, tmp_path_factory, case: str) -> Path:
+    """The folder of the run that nothing happens to, made by whoever asks first."""
+    job, whole = CASES[case], tmp_path_factory.getbasetemp() / f"whole {case}"
+    if not whole.exists():
+        assert runs(whole, **job) == [0] * job.get("world_size", 1), logs(whole)
+    return whole
+
+
 @pytest.mark.parametrize(
     ("case", "seed"),
     [pytest.param(case, seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(4) for case in CASES],
@@ -90,9 +98,7 @@ def assert_same_run(whole: Path, parts: Path, world_size: int) -> None:
 def test_a_killed_run_ends_as_if_it_had_not_been(runs, tmp_path_factory, case, seed):
     job = CASES[case]
     world_size = job.get("world_size", 1)
-    whole = tmp_path_factory.getbasetemp() / f"whole {case}"
-    if not whole.exists():
-        assert runs(whole, **job) == [0] * world_size, logs(whole)
+    whole = whole_run(runs, tmp_path_factory, case)
     draw = random.Random(f"{case} {seed}")
     events, saves = end(whole)["events"], end(whole)["saves"]
     # once anywhere, and once more, in a checkpoint that is being written
@@ -108,27 +114,33 @@ def test_a_killed_run_ends_as_if_it_had_not_been(runs, tmp_path_factory, case, s
     assert not (parts / "run/_unfinished").exists()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_told_to_terminate_saves_and_leaves_with_its_own_code(runs, tmp_path, world_size):
-    """SIGTERM reaches the first of two processes only, as from a careless scheduler: both agree on where to stop."""
-    job = {"settings": {**STRADDLING, "save_strategy": "no", "max_steps": 40}, "world_size": world_size}
-    parts, whole = tmp_path / "parts", tmp_path / "whole"
-    assert runs(whole, **job) == [0] * world_size, logs(whole)
-    assert runs(parts, **job, terminate=str(parts / "record0.jsonl")) == [143] * world_size, logs(parts)
-    (saved,) = (parts / "run").glob("checkpoint-*")
-    assert int(saved.name.split("-")[1]) < 40
+LEAVES_WITH = {"SIGTERM": 143, "SIGINT": 130}
+"""A signal that asks a run to stop, and the code with which it leaves; SIGINT on the command line only."""
+
+
+@pytest.mark.parametrize("signal", LEAVES_WITH)
+@pytest.mark.parametrize("case", ["straddling", "two processes"])
+def test_a_run_told_to_stop_saves_and_leaves_with_its_own_code(runs, tmp_path_factory, case, signal):
+    """Of two processes SIGTERM reaches one and Ctrl-C both, twice: they agree on where to stop, whoever was told."""
+    job, world_size = CASES[case], CASES[case].get("world_size", 1)
+    whole, parts = whole_run(runs, tmp_path_factory, case), tmp_path_factory.mktemp("parts")
+    settings = {**job["settings"], "save_strategy": "no"}
+    codes = runs(parts, **{**job, "settings": settings}, signal=signal, told_in_step=3)
+    assert codes == [LEAVES_WITH[signal]] * world_size, logs(parts)
+    assert [p.name for p in (parts / "run").glob("checkpoint-*")] == ["checkpoint-4"]
     assert runs(parts, **job, resume=True) == [0] * world_size, logs(parts)
     assert_same_run(whole, parts, world_size)
 
 
-def test_a_termination_saves_whatever_else_decides_about_saving(runs, tmp_path):
-    """The best is step 2, and only the best is kept; the run is told to stop later, at a step that is evaluated."""
-    best = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "eval_reward"}
-    job = {"settings": {**best, "save_total_limit": 1, "save_only_model": True, "max_steps": 40}, "evaluates": True}
-    codes = runs(tmp_path, **job, terminate=str(tmp_path / "record0.jsonl"))
-    assert codes == [143], logs(tmp_path)
-    last = max(int(p.name.split("-")[1]) for p in (tmp_path / "run").glob("checkpoint-*"))
-    assert last < 40 and (tmp_path / f"run/checkpoint-{last}/optimizer.pt").is_file()
+@pytest.mark.parametrize("signal", LEAVES_WITH)
+@pytest.mark.parametrize("strategy", ["best", "steps"])
+def test_a_run_told_to_stop_saves_whatever_else_decides_about_saving(runs, tmp_path, signal, strategy):
+    """The best is an earlier step, and only the best is kept; the step after which it stops is evaluated."""
+    best = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "eval_reward", "save_total_limit": 1}
+    best |= {"save_strategy": strategy, "save_only_model": True, "load_best_model_at_end": strategy == "steps"}
+    job = {"settings": best, "evaluates": True}
+    assert runs(tmp_path, **job, signal=signal, told_in_step=3) == [LEAVES_WITH[signal]], logs(tmp_path)
+    assert (tmp_path / "run/checkpoint-4/optimizer.pt").is_file()
     assert runs(tmp_path, **job, resume=True) == [0], logs(tmp_path)
 
 
