@@ -26,6 +26,7 @@ class EntropyBonus:
         last_entropy: mean entropy per trained token of the last optimizer step, in nats; infinite before the first.
 
     Example:
+        >>> import torch
         >>> bonus = EntropyBonus(coefficient=0.01, adaptive=True)
         >>> bonus.applied  # nothing has been measured
         0.0
