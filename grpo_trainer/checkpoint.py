@@ -21,9 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from grpo_trainer.types import RolloutBatch
 
+LOCK = "_in_use"
+"""A file in the output folder that a run locks; like all that begins with an underscore, no hub is sent it."""
+_REPLACED = "-replaced"
 UNFINISHED = "_unfinished"
 """Folder of checkpoints that are being written. Uploads of an output folder leave out names that start so."""
 
@@ -99,7 +103,8 @@ def state_file(folder: str | os.PathLike[str], rank: int) -> Path:
 def writing(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """A checkpoint in the making: yields where to write it, and puts it in its place if nothing was raised.
 
-    One process calls this; others write into what it yields, and are done before it is left.
+    One process calls this; others write into what it yields, and are done before it is left. What is put in its place
+    has reached the disk, so that not even a machine that loses its power leaves half of it.
 
     Args:
         folder: where the checkpoint is to be, ``…/checkpoint-<step>``. One that is there already is replaced.
@@ -112,12 +117,25 @@ def writing(folder: str | os.PathLike[str]) -> Iterator[Path]:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     yield draft
+    for path in (*draft.rglob("*"), draft):
+        _flush(path)
     if final.exists():
-        old = draft.with_name(f"{draft.name}-replaced")
+        old = draft.with_name(f"{draft.name}{_REPLACED}")
         shutil.rmtree(old, ignore_errors=True)
-        os.rename(final, old)
+        os.rename(final, old)  # killed here, the next run puts it back
     os.rename(draft, final)
+    _flush(final.parent)
     shutil.rmtree(draft.parent, ignore_errors=True)
+
+
+def _flush(path: Path) -> None:
+    """Makes the kernel write a file, or a folder's names, to the disk."""
+    with contextlib.suppress(OSError):  # not every file system can, for a folder
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def draft_of(folder: str | os.PathLike[str]) -> Path:
@@ -126,8 +144,43 @@ def draft_of(folder: str | os.PathLike[str]) -> Path:
 
 
 def clear_unfinished(output_dir: str | os.PathLike[str]) -> None:
-    """Removes what a killed run left half-written."""
-    shutil.rmtree(Path(output_dir) / UNFINISHED, ignore_errors=True)
+    """Removes what a killed run left half-written, and puts back a checkpoint that it was about to replace."""
+    unfinished = Path(output_dir) / UNFINISHED
+    for old in unfinished.glob(f"*{_REPLACED}"):
+        final = Path(output_dir) / old.name.removesuffix(_REPLACED)
+        if not final.exists():
+            os.rename(old, final)
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def sole_run(output_dir: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, no other run may use the folder. The lock is the operating system's: it ends with the process.
+
+    Args:
+        output_dir: the output folder of a run; made if need be.
+
+    Raises:
+        ValueError: if another run uses it, or it cannot be written to.
+    """
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK, timeout=0)
+        lock.acquire()
+    except Timeout as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} is in use by another run, whose checkpoints this one would overwrite. "
+            "Wait for it, stop it, or give this run another output_dir"
+        ) from error
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} cannot be written to ({error.strerror or error}); give another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def checkpoints(output_dir: str | os.PathLike[str]) -> list[str]:

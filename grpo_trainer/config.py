@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -181,6 +182,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         if (self.load_best_model_at_end or by_metric) and getattr(self, "metric_for_best_model", None) is None:
             self.metric_for_best_model: str | None = "eval_reward"  # there is no eval_loss
         self._check_types()
+        self._check_output_dir()
         self._settle_precision()
         self._settle_checkpointing()
         super().__post_init__()
@@ -227,6 +229,13 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
                 setattr(self, name, int(value))
         if self.max_steps == 0:
             raise ValueError("max_steps=0 trains nothing; set the number of steps, or -1 to go by num_train_epochs")
+
+    def _check_output_dir(self) -> None:
+        """A folder, or room for one: else hours may pass before something is to be written."""
+        wanted = Path(self.output_dir or "trainer_output")
+        file = next((path for path in (wanted, *wanted.parents) if path.exists() and not path.is_dir()), None)
+        if file is not None:
+            raise ValueError(f"output_dir={str(wanted)!r} cannot be a folder, since {str(file)!r} is a file")
 
     def _settle_precision(self) -> None:
         """Picks the device and precision that this machine has, where the user left them open."""

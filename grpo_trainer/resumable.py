@@ -26,6 +26,7 @@ from grpo_trainer.checkpoint import (
     draft_of,
     find_checkpoint,
     save_settings,
+    sole_run,
     state_file,
     writing,
 )
@@ -101,14 +102,22 @@ class ResumableTrainer(Trainer):
             Steps, mean loss and figures.
 
         Raises:
-            ValueError: if the folder is no checkpoint that a run can go on from.
+            ValueError: if the folder is no checkpoint that a run can go on from, or another run uses ``output_dir``.
             SystemExit: with code 143, after SIGTERM and its checkpoint; or as `stop_after_step` was told.
         """
+        with sole_run(self.args.output_dir) if self.is_world_process_zero() else contextlib.nullcontext():
+            if self.is_world_process_zero():
+                clear_unfinished(self.args.output_dir)
+            self.accelerator.wait_for_everyone()
+            return self._train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def _train(
+        self, resume_from_checkpoint: str | bool | None, trial: Any, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        """As ``train``, in a folder that is this run's alone."""
         self._checkpoint = find_checkpoint(self.args.output_dir, resume_from_checkpoint)
         if resume_from_checkpoint and self._checkpoint is None:
             logger.warning("there is no checkpoint in %s to go on from: the run starts anew", self.args.output_dir)
-        if self.is_world_process_zero():
-            clear_unfinished(self.args.output_dir)
         self._rng_due = self._checkpoint is not None
         self._leaving = 0
         self.current_flos = 0  # those of a run that was broken off are not this run's

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from grpo_trainer.checkpoint import (
     clear_unfinished,
     find_checkpoint,
     save_settings,
+    sole_run,
     writing,
 )
 from grpo_trainer.types import RolloutBatch
@@ -89,6 +93,71 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
         with writing(final) as draft:
             (draft / "trainer_state.json").write_text(text)
     assert (final / "trainer_state.json").read_text() == "new"
+
+
+@pytest.mark.parametrize("killed_at", [1, 2])
+def test_a_kill_while_a_checkpoint_is_replaced_leaves_one_of_the_two(tmp_path, monkeypatch, killed_at):
+    final = tmp_path / "checkpoint-2"
+    with writing(final) as draft:
+        (draft / "trainer_state.json").write_text("old")
+    renames, rename = [], os.rename
+
+    def until_killed(*paths):
+        renames.append(paths)
+        if len(renames) == killed_at:
+            raise SystemExit
+        rename(*paths)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit), writing(final) as draft:
+        (draft / "trainer_state.json").write_text("new")
+        patch.setattr(os, "rename", until_killed)
+    assert final.exists() == (killed_at == 1)
+    clear_unfinished(tmp_path)
+    assert (final / "trainer_state.json").read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_all_of_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    flushed, fsync = [], os.fsync
+
+    def note(handle):
+        flushed.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with writing(tmp_path / "checkpoint-2") as draft:
+        (draft / "model").mkdir()
+        (draft / "model" / "weights").write_text("1")
+        (draft / "trainer_state.json").write_text("{}")
+    final = tmp_path / "checkpoint-2"
+    assert set(flushed[:-2]) == {path.stat().st_ino for path in final.rglob("*")}
+    assert flushed[-2:] == [final.stat().st_ino, tmp_path.stat().st_ino]
+
+
+def test_two_runs_do_not_share_a_folder_and_a_lock_ends_with_its_process(tmp_path):
+    inside = f"with sole_run({str(tmp_path)!r}): print('in', flush=True); input()"
+    held = f"from grpo_trainer.checkpoint import sole_run\n{inside}"
+    with subprocess.Popen([sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"in\n"
+        with (
+            pytest.raises(ValueError, match=r"output_dir=.*in use by another run.*another output_dir"),
+            sole_run(tmp_path),
+        ):
+            pass
+        other.kill()
+    with sole_run(tmp_path):
+        pass
+    with sole_run(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ValueError, match=r"output_dir=.*file/out.*cannot be written to"),
+        sole_run(tmp_path / "file/out"),
+    ):
+        pass
 
 
 def test_a_run_state_reads_back_as_it_was(tmp_path):

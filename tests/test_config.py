@@ -206,3 +206,11 @@ def test_what_is_not_a_field_is_refused():
 
 def test_it_is_a_training_arguments():
     assert isinstance(config(per_device_train_batch_size=4), TrainingArguments)
+
+
+@pytest.mark.parametrize("below", ["", "/deeper/out"])
+def test_an_output_folder_that_cannot_be_one_is_refused_at_once(tmp_path, below):
+    file = tmp_path / "results.txt"
+    file.write_text("")
+    with pytest.raises(ValueError, match=rf"output_dir=.*{below}' cannot be a folder, since '.*results.txt' is a file"):
+        GRPOConfig(f"{file}{below}")

@@ -95,7 +95,8 @@ def _trainer(recipe: Recipe, config: Any, callbacks: list[Any], say: Say) -> Any
     with config.main_process_first(desc="data"):  # the others find what it downloads and maps
         train_rows, eval_rows = build_datasets(recipe, config, say)
     trainer = build_trainer(recipe, config, train_rows, eval_rows, callbacks)
-    rows = f"{len(train_rows)} prompts" if hasattr(train_rows, "__len__") else "a stream"
+    kept = trainer.train_dataset  # without the prompts that are too long
+    rows = f"{len(kept)} prompts" if hasattr(kept, "__len__") else "a stream"
     count = config.world_size
     say(
         f"{recipe.arguments.model_name_or_path} on {rows} of {recipe.arguments.data_name}, "
