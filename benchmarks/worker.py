@@ -66,14 +66,15 @@ def main(side: str, name: str, dtype: str, what: str, steps: str, folder: str) -
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     group = workload.generations
+    parts = workload.peer_parts if side == "trl" else 1
 
     def reward_function(completion_ids: Any, number: Any, **kwargs: Any) -> list[float]:
         return [reward(workload, n, list(ids)) for n, ids in zip(number, completion_ids, strict=True)]
 
     settings = dict(
         output_dir=folder,
-        per_device_train_batch_size=workload.prompts * group,
-        gradient_accumulation_steps=workload.accumulation if what == "step" else 1,
+        per_device_train_batch_size=workload.prompts * group // parts,
+        gradient_accumulation_steps=parts * (workload.accumulation if what == "step" else 1),
         num_generations=group,
         max_completion_length=workload.longest,
         max_steps=int(steps),

@@ -26,6 +26,7 @@ class Workload:
         silent: share of the groups whose completions all earn the same.
         lora: whether an adapter is trained.
         settings: further fields of both configurations.
+        peer_parts: micro-batches that TRL is given for each of ours, where ours takes it more than 24 GB of memory.
     """
 
     prompts: int
@@ -37,12 +38,13 @@ class Workload:
     silent: float = 0.0
     lora: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
+    peer_parts: int = 1
 
 
 WORKLOADS = {
     "sums": Workload(prompts=4, shortest=6, longest=24, text="sums"),
     "gsm8k": Workload(prompts=2),
-    "8shot": Workload(prompts=1, text="8shot"),
+    "8shot": Workload(prompts=1, text="8shot", peer_parts=2),
     "half_dead": Workload(prompts=4, silent=0.5),
     "lora": Workload(prompts=2, lora=True, settings={"beta": 0.04}),
 }
