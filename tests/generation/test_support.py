@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -25,7 +27,11 @@ OTHERS = {
         {"vocab_size": 64, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},
         "keeps a state that is not a list",
     ),
-    "BloomForCausalLM": ({"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2}, "takes no position_ids"),
+    # in older releases of transformers it also prepares its inputs in a way of its own, which is met first
+    "BloomForCausalLM": (
+        {"vocab_size": 64, "hidden_size": 16, "n_layer": 1, "n_head": 2},
+        "takes no position_ids|has a prepare_inputs_for_generation of its own",
+    ),
     "T5ForConditionalGeneration": (
         {"vocab_size": 64, "d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 1},
         "has an encoder",
@@ -42,7 +48,7 @@ OTHERS = {
 def test_other_kinds_of_models_are_left_to_generate(kind):
     settings, reason = OTHERS[kind]
     found = why_not_group(families.build(kind, **settings), CONFIG, 40)
-    assert kind in found and reason in found
+    assert kind in found and re.search(reason, found)
 
 
 def test_a_model_with_a_part_of_generate_of_its_own_is_left_to_generate():
