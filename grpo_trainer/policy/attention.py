@@ -62,14 +62,14 @@ class Tile(NamedTuple):
         end: one past the last query.
         keys: the spans of the stream that hold its keys, ascending and apart.
         free: how many of the leading keys every query sees.
-        hidden: (end - first, keys - free) bool, True where a query does not see a key.
+        mask: (end - first, keys - free) float32, what is added to the scores: -inf where a query does not see a key.
     """
 
     first: int
     end: int
     keys: tuple[Span, ...]
     free: int
-    hidden: Tensor
+    mask: Tensor
 
     @property
     def pairs(self) -> int:
@@ -103,7 +103,7 @@ def make_plan(segments: Sequence[Segment], *, window: int | None = None, device:
     Example:
         >>> rows = [Segment(0, 2, 0, -1), Segment(2, 1, 2, 0), Segment(3, 2, 2, 0)]
         >>> (tile,) = make_plan(rows).tiles
-        >>> tile.keys, tile.free, (~tile.hidden).int().tolist()
+        >>> tile.keys, tile.free, (tile.mask == 0).int().tolist()
         (((0, 5),), 1, [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]])
     """
     lines: list[tuple[int, ...]] = []  # of each segment its ancestors' indices and its own
@@ -180,7 +180,8 @@ class _Where(NamedTuple):
         if self.window is not None:
             seen &= gap < self.window
         free = int(seen.all(dim=0).long().cumprod(dim=0).sum())
-        return Tile(first, end, spans, free, ~seen[:, free:].to(device))
+        mask = torch.zeros(len(query), len(key) - free).masked_fill_(~seen[:, free:], -torch.inf)
+        return Tile(first, end, spans, free, mask.to(device))
 
 
 def _merge(spans: Sequence[Span]) -> tuple[Span, ...]:
@@ -279,7 +280,7 @@ class _Weights:
             scores = tanh.mul_(self._softcap)
         heads, _, ratio, _ = self._q.shape
         by_query = scores.view(heads, -1, ratio, scores.shape[-1])
-        by_query[..., tile.free :].masked_fill_(tile.hidden[:, None], -torch.inf)
+        by_query[..., tile.free :].add_(tile.mask[:, None])
         if self._sink is None:
             return torch.softmax(scores, dim=-1), slope, None
         sink = self._sink[:, None].expand(heads, tile.end - tile.first, ratio).reshape(heads, -1, 1)

@@ -354,7 +354,7 @@ def test_the_check_finds_a_token_that_sees_too_much(model, monkeypatch):
     plan = attention.make_plan
 
     def leaky(groups, **kwargs):
-        tiles = [tile._replace(hidden=torch.zeros_like(tile.hidden)) for tile in plan(groups, **kwargs).tiles]
+        tiles = [tile._replace(mask=torch.zeros_like(tile.mask)) for tile in plan(groups, **kwargs).tiles]
         return attention.Plan(tuple(tiles))
 
     monkeypatch.setattr(attention, "make_plan", leaky)
