@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.trainer_callback import TrainerCallback
 
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptRenderer
+from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.generation.hf import check_extra
 from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
 from grpo_trainer.loss import Objective
@@ -22,6 +24,7 @@ from grpo_trainer.reports.tracker import CompletionsTracker
 from grpo_trainer.reports.uploader import CompletionsUploader
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rewards.model import RewardModel
+from grpo_trainer.sampler import BatchPlan
 from grpo_trainer.stream import is_stream
 from grpo_trainer.types import SamplingParams
 from grpo_trainer.variants import POLICY_LOSS_FIELDS
@@ -229,6 +232,39 @@ def refuse_not_yet(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} is not supported yet; leave it out. docs/migrating.md lists what is.")
+
+
+def dynamic_sampling_of(args: GRPOConfig, plan: BatchPlan, gather_object: Any) -> DynamicSampling | None:
+    """What replaces groups without a signal.
+
+    Args:
+        args: the configuration.
+        plan: the arithmetic of the run.
+        gather_object: collects one object per process; None for a single process.
+
+    Returns:
+        It, or None where it is off.
+
+    Raises:
+        ValueError: if a group would be spread over processes.
+    """
+    if not args.dynamic_sampling:
+        return None
+    for rank in range(plan.world_size):
+        if any(n != plan.num_generations for _, n in plan.local_groups(rank)):
+            together = math.gcd(plan.steps_per_generation, plan.gradient_accumulation_steps)
+            share = together * plan.per_device_train_batch_size
+            raise ValueError(
+                f"dynamic_sampling=True trades whole groups between processes, but process {rank} of {plan.world_size} "
+                f"holds {share} completions at a time, no multiple of num_generations={plan.num_generations}. Make "
+                "per_device_train_batch_size a multiple of num_generations"
+            )
+    return DynamicSampling(
+        max_rounds=args.dynamic_sampling_max_rounds,
+        at_cap=args.dynamic_sampling_at_cap,
+        max_age=args.dynamic_sampling_max_age,
+        gather_object=gather_object,
+    )
 
 
 def course_settings(args: GRPOConfig, train_dataset: Any, rewards: RewardSet) -> dict[str, Any]:

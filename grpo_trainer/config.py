@@ -18,11 +18,11 @@ from grpo_trainer.policy.packing import VERIFY_PACKING
 from grpo_trainer.registry import suggest
 from grpo_trainer.runtime import cpu_has_fast_bf16
 from grpo_trainer.sampler import BatchPlan
-from grpo_trainer.variants import Variants
+from grpo_trainer.selection import Selection
 
 
 @dataclass
-class GRPOConfig(Variants):
+class GRPOConfig(Selection):
     """Everything that ``GRPOTrainer`` can be told, on top of ``transformers.TrainingArguments``.
 
     Names, defaults and meanings are those of TRL 1.16's ``GRPOConfig``; docs/migrating.md lists where a field does
@@ -192,6 +192,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             self.scale_rewards = "group" if self.scale_rewards else "none"
         self._check_choices()
         self.check_variant()
+        self.check_selection()
         self._check_numbers()
         self._check_parallelism()
         self._settle_batches()

@@ -59,7 +59,10 @@ OWN_FIGURES = frozenset(
         "tokens_per_second",
     ]
 )
-OWN_PREFIXES = ("rewards/", "completions/", "clip_ratio/", "sampling/", "time/", "train_", "eval_")
+OWN_PREFIXES = (
+    *("rewards/", "completions/", "clip_ratio/", "sampling/", "time/", "dynamic_sampling/"),
+    *("train_", "eval_"),
+)
 """Names that a reward function's ``log_metric`` cannot take."""
 
 
@@ -102,6 +105,21 @@ class Drawn:
     texts: list[str]
     rewards: Tensor
     log: RewardLog
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What every process knows of a rollout.
+
+    Attributes:
+        rewards: (N, R) float64, group-major, NaN = does not apply.
+        silent: (P,) True where a group carries no signal.
+        num_tokens: prompt and completion tokens of all processes; a prompt counts once per completion.
+    """
+
+    rewards: Tensor
+    silent: Tensor
+    num_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,29 +207,74 @@ class RolloutCollector:
         Raises:
             ValueError: if a prompt or a reward is not legal, on whichever process it happened.
         """
+        drawn, facts = self.draw_together(rows, num_samples, seed=seed, names=names)
+        return self.credit(drawn, num_samples, facts)
+
+    def draw_together(
+        self, rows: Iterable[Row], num_samples: Sequence[int], *, seed: int, names: Sequence[str] | None = None
+    ) -> tuple[Drawn, Facts]:
+        """This process's completions of a rollout, and what is known of those of all processes.
+
+        Args:
+            rows: as for ``collect``.
+            num_samples: as for ``collect``.
+            seed: as for ``collect``.
+            names: as for ``collect``.
+
+        Returns:
+            The completions, and the figures that every process holds.
+
+        Raises:
+            ValueError: if a prompt or a reward is not legal, on whichever process it happened.
+        """
         count, group = sum(num_samples), self.num_generations
         mine = range(count) if self.layout is None else self.layout[self.rank]
         drawn, failure = self._try_draw(rows, num_samples, seed, names, [divmod(row, group) for row in mine])
         shared = self._share(drawn, count, failure)  # (N, R + 3), all processes
-        rewards = shared[:, : len(self.rewards.names)]
-        totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
         assert drawn is not None
-        with self._timed("time/logprobs"):
-            batch, penalties = self._with_old_and_reference(self._freeze(drawn, num_samples))
+        rewards = shared[:, : len(self.rewards.names)]
+        totals = self.rewards.combine(rewards).view(-1, group)  # (P, G)
+        silent = self.silent(rewards, totals)
+        if self.rank == 0:  # every process holds the same figures: one counts them
+            count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], silent)
+        for name, values in drawn.log.metrics.items():
+            self.metrics.add(name, sum(values), len(values))
+        return drawn, Facts(rewards=rewards, silent=silent, num_tokens=int(shared[:, -3:-1].sum().item()))
+
+    def credit(
+        self,
+        drawn: Drawn,
+        num_samples: Sequence[int],
+        facts: Facts,
+        *,
+        old_logprobs: Sequence[Tensor | None] | None = None,
+    ) -> Rollout:
+        """Turns rewards into advantages, and takes the log-probs that the loss needs.
+
+        Args:
+            drawn: this process's completions.
+            num_samples: of each of its prompts how many completions.
+            facts: of all processes.
+            old_logprobs: for each of its completions the log-probs of the policy that drew it, (T,), or None where that
+                is the policy of now; None as a whole: all were drawn by the policy of now.
+
+        Returns:
+            The constants of the objective for this process's completions.
+        """
+        rewards = facts.rewards
+        totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
+        with self.timed("time/logprobs"):
+            batch, penalties = self._with_old_and_reference(self.freeze(drawn, num_samples), old_logprobs)
         if self.joint_advantage is None:
             advantages = self.advantage(totals if penalties is None else totals - penalties.view_as(totals))  # (P, G)
         else:
             advantages = self.joint_advantage(rewards.view(*totals.shape, -1), weights=self.rewards.weights)  # (P, G)
-        if self.rank == 0:  # every process holds the same figures: one counts them
-            count_rollout(
-                self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], self.silent(rewards, totals)
-            )
         local = advantages.flatten().float()
         if self.layout is not None:
             local = local[torch.tensor(self.layout[self.rank])]
         return Rollout(
             batch=replace(batch, advantages=local.to(batch.mask.device)),
-            num_tokens=int(shared[:, -3:-1].sum().item()),
+            num_tokens=facts.num_tokens,
             table=self._table(drawn, local.tolist()),
         )
 
@@ -246,7 +309,7 @@ class RolloutCollector:
         prompts = [self.limit.fit(self.renderer(row, name), name) for row, name in zip(rows, names, strict=True)]
         for prompt, name in zip(prompts, names, strict=True):
             self._format.check(prompt, name)
-        with self._timed("time/generation"):
+        with self.timed("time/generation"):
             completions = self.generator.generate(
                 [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed, row_ids=row_ids
             )
@@ -255,7 +318,7 @@ class RolloutCollector:
         if len(completions) != len(each_row):
             raise ValueError(f"the generator returned {len(completions)} completions, {len(each_row)} were asked for")
         texts = [self.renderer.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions.ids]
-        with self._timed("time/rewards"):
+        with self.timed("time/rewards"):
             rewards, log = self.rewards.score(
                 RewardInputs(
                     rows=each_row,
@@ -348,8 +411,16 @@ class RolloutCollector:
         order = torch.tensor([row for rows in self.layout for row in rows])
         return torch.empty_like(gathered).index_copy(0, order, gathered)
 
-    def _freeze(self, drawn: Drawn, num_samples: Sequence[int]) -> RolloutBatch:
-        """The constants of the objective, but for the advantages, which may depend on them."""
+    def freeze(self, drawn: Drawn, num_samples: Sequence[int]) -> RolloutBatch:
+        """The constants of the objective, but for log-probs and advantages.
+
+        Args:
+            drawn: completions, group-major.
+            num_samples: of each prompt how many.
+
+        Returns:
+            The batch; its advantages are 0.
+        """
         device = next(self.policy().parameters()).device
         lengths = tuple(len(ids) for ids in drawn.completions.ids)
         width = max(lengths, default=0)
@@ -375,13 +446,17 @@ class RolloutCollector:
             sampling_logprobs=sampled,
         ).to(device)
 
-    def _with_old_and_reference(self, batch: RolloutBatch) -> tuple[RolloutBatch, Tensor | None]:
+    def _with_old_and_reference(
+        self, batch: RolloutBatch, known: Sequence[Tensor | None] | None
+    ) -> tuple[RolloutBatch, Tensor | None]:
         """The batch with the log-probs that the loss needs, and what each completion of the rollout pays, (N,)."""
         old = ref = None
-        if self.keep_old_logprobs or self.kl_in_reward is not None:
-            policy = self.policy()
-            with eval_mode(policy):
-                old = self._logprobs(policy, batch)
+        keep = self.keep_old_logprobs or known is not None
+        if keep or self.kl_in_reward is not None:
+            old = self.policy_logprobs(batch)
+            for row, each in enumerate(known or ()):
+                if each is not None:
+                    old[row, : len(each)] = each.to(old.device)
         if self.reference is not None:
             with self.reference.activate() as model:
                 device = batch.device
@@ -392,7 +467,7 @@ class RolloutCollector:
             return replace(batch, old_logprobs=old, ref_logprobs=ref), None
         assert old is not None and ref is not None
         penalties = self._penalties(self.kl_in_reward(old, ref), batch)
-        return replace(batch, old_logprobs=old if self.keep_old_logprobs else None), penalties
+        return replace(batch, old_logprobs=old if keep else None), penalties
 
     def _penalties(self, kl: Tensor, batch: RolloutBatch) -> Tensor:
         """(N,) float64, units of reward: what every completion of the rollout pays for its KL to the reference.
@@ -407,6 +482,19 @@ class RolloutCollector:
         paid = kl_penalty(kl.double(), drawn, beta=self.kl_coefficient.beta)
         self.metrics.add("kl_penalty", paid.sum(), len(paid))
         return self._group_major(self.gather(paid.cpu()))
+
+    def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
+        """Log-probs under the policy of now.
+
+        Args:
+            batch: n rows.
+
+        Returns:
+            (n, T) float32 without gradient, 0 beyond a row's length.
+        """
+        policy = self.policy()
+        with eval_mode(policy):
+            return self._logprobs(policy, batch)
 
     def _logprobs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
         """(n, T) log-probs without gradient, a few rows at a time."""
@@ -433,12 +521,18 @@ class RolloutCollector:
             "length": [len(ids) for ids in drawn.completions.ids],
         }
         extra = {(f"extra/{name}" if name in own or name == "step" else name): v for name, v in drawn.log.extra.items()}
-        for name, values in drawn.log.metrics.items():
-            self.metrics.add(name, sum(values), len(values))
         return {**own, **extra}
 
     @contextlib.contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
+        """Adds the seconds that are spent inside to a figure.
+
+        Args:
+            name: of the figure.
+
+        Yields:
+            Nothing.
+        """
         start = time.perf_counter()
         try:
             yield

@@ -212,6 +212,33 @@ class RolloutSampler(Sampler[Ticket]):
         return torch.randperm(self.num_prompts, generator=generator).tolist()
 
 
+class PromptOrder:
+    """The prompts of a dataset, rollout after rollout and epoch after epoch, for a run that asks for them itself.
+
+    Args:
+        sampler: whose order it is.
+    """
+
+    def __init__(self, sampler: RolloutSampler) -> None:
+        self._sampler = sampler
+        self._epoch, self._order = -1, [0]
+
+    def rollout(self, number: int) -> Ticket:
+        """The prompts of a rollout.
+
+        Args:
+            number: of the rollout, counted over the whole run, from 0.
+
+        Returns:
+            Its ticket.
+        """
+        size = self._sampler.plan.prompts_per_rollout
+        epoch, nth = divmod(number, self._sampler.num_prompts // size)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._sampler.order(epoch)
+        return Ticket(0, self._order[nth * size : (nth + 1) * size])
+
+
 class _Tickets(Dataset):
     """Stands in for the dataset, whose rows are read when their rollout is collected: a ticket stands for itself."""
 

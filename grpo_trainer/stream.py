@@ -97,6 +97,50 @@ class TicketStream(IterableDataset):
                 raise ValueError("the train_dataset was read to its end and gave no row to train on")
 
 
+class StreamOrder:
+    """The prompts of a stream, rollout after rollout, for a run that asks for them itself.
+
+    Args:
+        tickets: the stream.
+    """
+
+    def __init__(self, tickets: TicketStream) -> None:
+        self._tickets = tickets
+        self._reading: Iterator[Ticket] = iter(())
+        self._next = -1
+
+    def rollout(self, number: int) -> Ticket:
+        """The prompts of a rollout; the stream is read up to it, from its start if it lies behind.
+
+        Args:
+            number: of the rollout, counted over the whole run, from 0.
+
+        Returns:
+            Its ticket.
+        """
+        if not 0 <= self._next <= number:
+            self._reading = (ticket for ticket in self._tickets if ticket.micro_step == 0)
+            self._next = 0
+        ticket = next(itertools.islice(self._reading, number - self._next, None))
+        self._next = number + 1
+        return ticket
+
+
+class EmptyTickets(IterableDataset):
+    """Tickets that name no prompts, without end: they count micro-steps, and a run asks for its prompts itself.
+
+    Args:
+        plan: the arithmetic of the run.
+    """
+
+    def __init__(self, plan: BatchPlan) -> None:
+        self._plan = plan
+
+    def __iter__(self) -> Iterator[Ticket]:
+        while True:
+            yield from (Ticket(micro_step, [], []) for micro_step in range(self._plan.micro_steps_per_rollout))
+
+
 class StreamLoader(DataLoader):
     """A data loader whose batches are the tickets of a stream.
 
@@ -106,7 +150,7 @@ class StreamLoader(DataLoader):
         tickets: the stream.
     """
 
-    def __init__(self, tickets: TicketStream) -> None:
+    def __init__(self, tickets: TicketStream | EmptyTickets) -> None:
         super().__init__(tickets, batch_size=None)
 
 

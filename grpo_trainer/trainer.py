@@ -25,6 +25,7 @@ from transformers.utils import logging
 from grpo_trainer.assembly import (
     check_args,
     course_settings,
+    dynamic_sampling_of,
     entropy_bonus_of,
     kl_coefficient_of,
     objective_of,
@@ -38,6 +39,7 @@ from grpo_trainer.checkpoint import RunState
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptLimit, PromptRenderer
 from grpo_trainer.dataset import check_dataset, check_eval_dataset, check_reward_columns
+from grpo_trainer.dynamic import Source
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
 from grpo_trainer.generation.engines import make_generator
 from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
@@ -50,8 +52,8 @@ from grpo_trainer.resumable import ResumableTrainer
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
 from grpo_trainer.runtime import HeapWatch, prepare_cpu
-from grpo_trainer.sampler import RolloutLoader, RolloutSampler, Ticket
-from grpo_trainer.stream import StreamLoader, TicketStream, is_stream
+from grpo_trainer.sampler import PromptOrder, RolloutLoader, RolloutSampler, Ticket
+from grpo_trainer.stream import EmptyTickets, StreamLoader, StreamOrder, TicketStream, is_stream
 from grpo_trainer.types import RolloutBatch, Row
 
 logger = logging.get_logger(__name__)
@@ -184,6 +186,8 @@ class GRPOTrainer(ResumableTrainer):
         self.kl_coefficient = kl_coefficient_of(args)
         self.metrics = MetricStore()
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
+        self.dynamic_sampling = dynamic_sampling_of(args, self.plan, gather_object if args.world_size > 1 else None)
+        self._prompts: PromptOrder | StreamOrder | None = None  # what dynamic sampling asks
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
         self._verify_packing: str = args.verify_packing
@@ -251,18 +255,22 @@ class GRPOTrainer(ResumableTrainer):
         self._step_started = None
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         shuffle = bool(self.args.shuffle_dataset)
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.load_state_dict({})
         if is_stream(self.train_dataset):
-            return StreamLoader(
-                TicketStream(
-                    self.train_dataset,
-                    self.plan,
-                    shuffle=shuffle,
-                    seed=seed,
-                    num_workers=self.args.dataloader_num_workers,
-                    keeps=self._keeps,
-                )
+            tickets = TicketStream(
+                self.train_dataset,
+                self.plan,
+                shuffle=shuffle,
+                seed=seed,
+                num_workers=self.args.dataloader_num_workers,
+                keeps=self._keeps,
             )
-        return RolloutLoader(RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed))
+            self._prompts = StreamOrder(tickets)
+            return StreamLoader(tickets if self.dynamic_sampling is None else EmptyTickets(self.plan))
+        sampler = RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed)
+        self._prompts = PromptOrder(sampler)
+        return RolloutLoader(sampler)
 
     def _keeps(self, row: Row, position: int) -> bool:
         """Whether a row of a stream is used: a policy may leave out prompts that are too long."""
@@ -336,11 +344,19 @@ class GRPOTrainer(ResumableTrainer):
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
         groups = self.plan.local_groups(self.args.process_index)
-        rows = (self._row(ticket, p) for p, _ in groups)
-        names = [f"row {ticket.prompts[p]} of train_dataset" for p, _ in groups]
         nth = place // self.plan.micro_steps_per_rollout  # rollout that begins in this optimizer step
-        seed = combine_seed(self.args.seed, self.state.global_step, nth)
-        rollout = self.collector.collect(rows, [n for _, n in groups], seed=seed, names=names)
+        key = (self.args.seed, self.state.global_step, nth)
+        if self.dynamic_sampling is None:
+            rows, names = self._rows(ticket)
+            rollout = self.collector.collect(rows, [n for _, n in groups], seed=combine_seed(*key), names=names)
+        else:
+            assert self._prompts is not None
+            prompts = self._prompts
+            source = Source(
+                rows=lambda number: self._rows(prompts.rollout(number)),
+                seed=lambda number: combine_seed(*key, *([number] if number else [])),
+            )
+            rollout = self.dynamic_sampling.collect(self.collector, groups, source, step=self.state.global_step)
         one_pass = [rollout.batch.select(part) for part in self.plan.micro_batches()]
         self._pending.clear()
         self._pending.extend((one_pass * self.plan.num_iterations)[ticket.micro_step :])
@@ -348,8 +364,12 @@ class GRPOTrainer(ResumableTrainer):
         self.metrics.latest("num_tokens", self.state.num_input_tokens_seen)
         self._show(rollout.table)
 
-    def _row(self, ticket: Ticket, prompt: int) -> Row:
-        return self.train_dataset[ticket.prompts[prompt]] if ticket.rows is None else ticket.rows[prompt]
+    def _rows(self, ticket: Ticket) -> tuple[Iterator[Row], list[str]]:
+        """The rows of this process's prompts of a rollout, read as they are asked for, and their names."""
+        mine = [p for p, _ in self.plan.local_groups(self.args.process_index)]
+        where = [ticket.prompts[p] for p in mine]
+        rows = (self.train_dataset[i] for i in where) if ticket.rows is None else (ticket.rows[p] for p in mine)
+        return rows, [f"row {i} of train_dataset" for i in where]
 
     def _prepare_inputs(self, inputs: dict[str, RolloutBatch]) -> dict[str, RolloutBatch]:
         """Micro-batches are on the device already."""
@@ -468,6 +488,7 @@ class GRPOTrainer(ResumableTrainer):
             reference=reference.state_dict() if reference is not None else {},
             entropy_bonus=self.entropy_bonus.state_dict(),
             kl_coefficient=self.kl_coefficient.state_dict(),
+            dynamic_sampling=self.dynamic_sampling.state_dict() if self.dynamic_sampling is not None else {},
         )
 
     def _take_run_state(self, state: RunState, *, same_layout: bool) -> None:
@@ -477,6 +498,8 @@ class GRPOTrainer(ResumableTrainer):
         self.metrics.load_state_dict(state.metrics)
         self.entropy_bonus.load_state_dict(state.entropy_bonus)
         self.kl_coefficient.load_state_dict(state.kl_coefficient)
+        if self.dynamic_sampling is not None:
+            self.dynamic_sampling.load_state_dict(state.dynamic_sampling)
         self._set_beta()
         if state.reference and self.collector.reference is not None:
             self.collector.reference.load_state_dict(state.reference)

@@ -21,8 +21,10 @@ PACKAGE = Path(grpo_trainer.__path__[0])
 # The floor of each room (a file or a folder directly under the package). An import may go down or stay on the floor.
 FLOORS = {
     **dict.fromkeys(["__init__", "__main__", "cli"], 5),
-    **dict.fromkeys(["config", "not_yet", "divergence", "variants", "assembly", "resumable", "trainer", "reports"], 4),
-    **dict.fromkeys(["rollout", "evaluation"], 3),
+    **dict.fromkeys(
+        ["config", "not_yet", "divergence", "variants", "selection", "assembly", "resumable", "trainer", "reports"], 4
+    ),
+    **dict.fromkeys(["rollout", "dynamic", "evaluation"], 3),
     **dict.fromkeys(
         ["objective", "loss", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2
     ),

@@ -100,7 +100,11 @@ def run(job: dict[str, Any], rank: int) -> None:
         with open(out / f"record{rank}.jsonl", "a") as record:  # at once, as what is only in memory dies with the run
             print(json.dumps([trainer_state.global_step, prompts, completion_ids]), file=record)
         noise = random.random() + torch.rand(()).item()  # global random states are part of the run
-        return [len(set(ids)) / 3 + (ids[0] % 7 if ids else 0) + noise * i for i, ids in enumerate(completion_ids)]
+        noise = 1.0 if job.get("plain") else noise
+        values = [
+            len(set(ids)) / 3 + (ids[0] % 7 if ids else 0) + noise * (i % 4) for i, ids in enumerate(completion_ids)
+        ]
+        return [0.0 if p[0] in job.get("silent", "") else v for p, v in zip(prompts, values, strict=True)]
 
     config = GRPOConfig(str(out / "run"), **{**COMMON, **job["settings"]})
     data: Any = Dataset.from_list(rows(7))

@@ -38,6 +38,17 @@ CASES = {
             "vllm_importance_sampling_mode": "token_truncate",
         }
     },
+    # the groups of 5 of the 7 prompts are silent: rollouts take a round or several, and groups wait
+    "dynamic sampling": {
+        "settings": {"gradient_accumulation_steps": 2, "dynamic_sampling": True, "max_steps": 7},
+        "silent": "BCDEF",
+    },
+    "dynamic sampling, stream, two processes": {
+        "settings": {"gradient_accumulation_steps": 2, "dynamic_sampling": True, "max_steps": 7},
+        "silent": "BDF",
+        "stream": True,
+        "world_size": 2,
+    },
     "stream": {"settings": {**STRADDLING, "max_steps": 11}, "stream": True},
     "lora": {"settings": {**STRADDLING, "beta": 0.1}, "lora": True},
     "two processes": {"settings": STRADDLING, "world_size": 2},
