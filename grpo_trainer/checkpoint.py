@@ -51,6 +51,7 @@ class RunState:
         reference: weights of the reference policy, if they are not what they were at the start.
         entropy_bonus: coefficient and last entropy of an adaptive entropy bonus.
         kl_coefficient: the beta of now, if it moves.
+        prompt_memory: pass rates of the prompts, and which come next.
         dynamic_sampling: groups that wait, and how far the prompts have been used.
     """
 
@@ -63,6 +64,7 @@ class RunState:
     reference: dict[str, torch.Tensor] = field(default_factory=dict)
     entropy_bonus: dict[str, float] = field(default_factory=dict)
     kl_coefficient: dict[str, float] = field(default_factory=dict)
+    prompt_memory: dict[str, Any] = field(default_factory=dict)
     dynamic_sampling: dict[str, Any] = field(default_factory=dict)
 
     def save(self, folder: str | os.PathLike[str], rank: int) -> None:

@@ -60,7 +60,7 @@ OWN_FIGURES = frozenset(
     ]
 )
 OWN_PREFIXES = (
-    *("rewards/", "completions/", "clip_ratio/", "sampling/", "time/", "dynamic_sampling/"),
+    *("rewards/", "completions/", "clip_ratio/", "sampling/", "time/", "dynamic_sampling/", "prompts/"),
     *("train_", "eval_"),
 )
 """Names that a reward function's ``log_metric`` cannot take."""
@@ -164,6 +164,7 @@ class RolloutCollector:
         layout: for each process the rows of a rollout that it holds; None: this process holds them all.
         autocast: context of mixed precision.
         trainer_state: returns what reward functions get as ``trainer_state``.
+        observe: is told the totals (P, G) of each rollout that is drawn, on every process.
     """
 
     renderer: PromptRenderer
@@ -188,6 +189,7 @@ class RolloutCollector:
     layout: Sequence[Sequence[int]] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     trainer_state: Callable[[], Any] = lambda: None
+    observe: Callable[[Tensor], None] = lambda totals: None
     _format: OneFormat = field(default_factory=OneFormat, init=False, repr=False)  # a copy of the collector starts anew
 
     def collect(
@@ -235,6 +237,7 @@ class RolloutCollector:
         rewards = shared[:, : len(self.rewards.names)]
         totals = self.rewards.combine(rewards).view(-1, group)  # (P, G)
         silent = self.silent(rewards, totals)
+        self.observe(totals)
         if self.rank == 0:  # every process holds the same figures: one counts them
             count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], silent)
         for name, values in drawn.log.metrics.items():

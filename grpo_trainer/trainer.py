@@ -39,6 +39,7 @@ from grpo_trainer.checkpoint import RunState
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptLimit, PromptRenderer
 from grpo_trainer.dataset import check_dataset, check_eval_dataset, check_reward_columns
+from grpo_trainer.difficulty import PromptMemory
 from grpo_trainer.dynamic import Source
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
 from grpo_trainer.generation.engines import make_generator
@@ -48,6 +49,7 @@ from grpo_trainer.metrics import MetricStore
 from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import check_packing, completion_logprobs
 from grpo_trainer.reports.first_prompt import FirstPrompt
+from grpo_trainer.reports.prompts import PromptTable
 from grpo_trainer.resumable import ResumableTrainer
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
@@ -158,6 +160,12 @@ class GRPOTrainer(ResumableTrainer):
                 f"train_dataset is a stream without a length, so the number of optimizer steps cannot be told from "
                 f"num_train_epochs={args.num_train_epochs}: set max_steps"
             )
+        if is_stream(train_dataset) and args.prompt_sampling is not None:
+            raise ValueError(
+                f"prompt_sampling={args.prompt_sampling!r} draws prompts by what is remembered of each, and "
+                "train_dataset is a stream, whose rows cannot be drawn again. Give a dataset with a length, or leave "
+                "prompt_sampling out"
+            )
         rewards = reward_set(reward_funcs, reward_processing_classes, args, renderer)
         check_reward_columns(rewards, train_dataset)
         super().__init__(
@@ -187,7 +195,9 @@ class GRPOTrainer(ResumableTrainer):
         self.metrics = MetricStore()
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self.dynamic_sampling = dynamic_sampling_of(args, self.plan, gather_object if args.world_size > 1 else None)
-        self._prompts: PromptOrder | StreamOrder | None = None  # what dynamic sampling asks
+        self.prompt_memory: PromptMemory | None = None
+        self._prompts: PromptOrder | StreamOrder | PromptMemory | None = None  # asked by what does not go by tickets
+        self._prompts_drawn: list[int] = []  # prompts of the rollout that is being drawn
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
         self._verify_packing: str = args.verify_packing
@@ -195,6 +205,8 @@ class GRPOTrainer(ResumableTrainer):
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
+        if args.prompt_sampling is not None:
+            self.add_callback(PromptTable(lambda: None if self.prompt_memory is None else self.prompt_memory.table()))
         prefer_own_progress(self)
 
     def _zero_stage(self) -> int:
@@ -235,6 +247,7 @@ class GRPOTrainer(ResumableTrainer):
             layout=[self.plan.rows(rank) for rank in range(args.world_size)],
             autocast=self.accelerator.autocast,
             trainer_state=lambda: self.state,
+            observe=self._remember,
         )
 
     # --- data -----------------------------------------------------------------------------------------------------
@@ -270,6 +283,13 @@ class GRPOTrainer(ResumableTrainer):
             return StreamLoader(tickets if self.dynamic_sampling is None else EmptyTickets(self.plan))
         sampler = RolloutSampler(len(self.train_dataset), self.plan, shuffle=shuffle, seed=seed)
         self._prompts = PromptOrder(sampler)
+        if self.args.prompt_sampling is not None:
+            self._prompts = self.prompt_memory = PromptMemory(
+                sampler,
+                self.args.prompt_sampling,
+                pass_reward=self.args.prompt_pass_reward,
+                skip_epochs=self.args.prompt_skip_epochs,
+            )
         return RolloutLoader(sampler)
 
     def _keeps(self, row: Row, position: int) -> bool:
@@ -347,7 +367,7 @@ class GRPOTrainer(ResumableTrainer):
         nth = place // self.plan.micro_steps_per_rollout  # rollout that begins in this optimizer step
         key = (self.args.seed, self.state.global_step, nth)
         if self.dynamic_sampling is None:
-            rows, names = self._rows(ticket)
+            rows, names = self._rows(ticket if self.prompt_memory is None else self.prompt_memory.rollout(0))
             rollout = self.collector.collect(rows, [n for _, n in groups], seed=combine_seed(*key), names=names)
         else:
             assert self._prompts is not None
@@ -366,10 +386,18 @@ class GRPOTrainer(ResumableTrainer):
 
     def _rows(self, ticket: Ticket) -> tuple[Iterator[Row], list[str]]:
         """The rows of this process's prompts of a rollout, read as they are asked for, and their names."""
+        self._prompts_drawn = ticket.prompts
         mine = [p for p, _ in self.plan.local_groups(self.args.process_index)]
         where = [ticket.prompts[p] for p in mine]
         rows = (self.train_dataset[i] for i in where) if ticket.rows is None else (ticket.rows[p] for p in mine)
         return rows, [f"row {i} of train_dataset" for i in where]
+
+    def _remember(self, totals: Tensor) -> None:
+        """Tells the memory of prompts what a rollout earned, (P, G)."""
+        if self.prompt_memory is not None:
+            self.prompt_memory.count(self._prompts_drawn, totals, self.state.global_step)
+            for name, value in self.prompt_memory.figures().items():
+                self.metrics.latest(name, value)
 
     def _prepare_inputs(self, inputs: dict[str, RolloutBatch]) -> dict[str, RolloutBatch]:
         """Micro-batches are on the device already."""
@@ -488,6 +516,7 @@ class GRPOTrainer(ResumableTrainer):
             reference=reference.state_dict() if reference is not None else {},
             entropy_bonus=self.entropy_bonus.state_dict(),
             kl_coefficient=self.kl_coefficient.state_dict(),
+            prompt_memory=self.prompt_memory.state_dict() if self.prompt_memory is not None else {},
             dynamic_sampling=self.dynamic_sampling.state_dict() if self.dynamic_sampling is not None else {},
         )
 
@@ -498,6 +527,8 @@ class GRPOTrainer(ResumableTrainer):
         self.metrics.load_state_dict(state.metrics)
         self.entropy_bonus.load_state_dict(state.entropy_bonus)
         self.kl_coefficient.load_state_dict(state.kl_coefficient)
+        if self.prompt_memory is not None:
+            self.prompt_memory.load_state_dict(state.prompt_memory)
         if self.dynamic_sampling is not None:
             self.dynamic_sampling.load_state_dict(state.dynamic_sampling)
         self._set_beta()

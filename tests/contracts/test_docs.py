@@ -240,7 +240,7 @@ VARIANTS = {  # what makes the figures that only some settings have
     "cispo": dict(loss_type="cispo"),
     "vespo": dict(loss_type="vespo"),
     "entropy": dict(use_adaptive_entropy=True, off_policy_mask_threshold=0.5),
-    "dynamic sampling": dict(dynamic_sampling=True),
+    "dynamic sampling": dict(dynamic_sampling=True, prompt_sampling="uniform"),
     "divergence": dict(kl_placement="reward", kl_target=0.1, sampler_correction=True),
 }
 FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}

@@ -40,7 +40,12 @@ CASES = {
     },
     # the groups of 5 of the 7 prompts are silent: rollouts take a round or several, and groups wait
     "dynamic sampling": {
-        "settings": {"gradient_accumulation_steps": 2, "dynamic_sampling": True, "max_steps": 7},
+        "settings": {
+            "gradient_accumulation_steps": 2,
+            "dynamic_sampling": True,
+            "max_steps": 7,
+            "prompt_sampling": "variance",
+        },
         "silent": "BCDEF",
     },
     "dynamic sampling, stream, two processes": {
