@@ -99,6 +99,8 @@ VARIANTS = {  # with the settings of their papers, and every rollout used twice 
     "high-entropy tokens": {"top_entropy_quantile": 0.2},
     "entropy bonus": {"entropy_coef": 0.01},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 2.0},
+    "dynamic sampling": {"loss_type": "dapo", "epsilon_high": 0.28, "dynamic_sampling": True},
+    "prompts by variance": {"loss_type": "dapo", "prompt_sampling": "variance", **OFF_POLICY},
     "off-policy mask": {"loss_type": "grpo", "off_policy_mask_threshold": 0.5, **OFF_POLICY},
     **{
         f"corrected, {mode}": {"sampler_correction": True, "vllm_importance_sampling_mode": mode}
