@@ -227,7 +227,19 @@ class OneFormat:
         Raises:
             ValueError: if an earlier one was of the other format.
         """
-        self._first.setdefault(prompt.conversational, where)
+        self.check_kind(prompt.conversational, where)
+
+    def check_kind(self, conversational: bool, where: str) -> None:
+        """As ``check``, of a prompt that has not been rendered.
+
+        Args:
+            conversational: whether it is a list of messages.
+            where: names its row in an error.
+
+        Raises:
+            ValueError: if an earlier one was of the other format.
+        """
+        self._first.setdefault(conversational, where)
         if len(self._first) > 1:
             raise ValueError(
                 f"the dataset mixes prompts that are strings ({self._first[False]}) and lists of messages "

@@ -356,15 +356,17 @@ class RolloutCollector:
         """Whether a row is used at all: a policy may leave out prompts that are too long.
 
         Args:
-            row: a dataset row.
+            row: a dataset row; its prompt is also compared with those before it, whichever process completes it.
             name: of the row, for messages.
 
         Returns:
             True if it is.
 
         Raises:
-            ValueError: if its prompt is not legal.
+            ValueError: if its prompt is not legal, or of another format than an earlier one.
         """
+        if isinstance(row.get("prompt"), (str, list)):
+            self._format.check_kind(isinstance(row["prompt"], list), name)
         return not self.limit.filters or self.limit.keeps(self.renderer(row, name))
 
     # The processes of a run must all reach the same collective calls, so a failure on one is carried to the others

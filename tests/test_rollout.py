@@ -321,6 +321,13 @@ def test_a_row_is_kept_unless_a_filter_leaves_it_out(collector):
         filters.keeps({"prompt": ""}, "row 2")
 
 
+def test_a_row_that_another_process_completes_is_compared_as_well(collector):
+    built = collector()
+    assert built.keeps({"prompt": "ab"}, "row 0")
+    with pytest.raises(ValueError, match=r"strings \(row 0\) and lists of messages \(row 1\)"):
+        built.keeps({"prompt": [{"role": "user", "content": "ab"}]}, "row 1")
+
+
 def test_a_prompt_of_another_format_is_named_when_it_is_met_also_in_a_later_rollout(collector):
     chat = [{"prompt": [{"role": "user", "content": text}], "answer": 1} for text in ("ab", "cd")]
     with pytest.raises(ValueError, match=r"strings \(row 0 of the rollout\) and lists of messages \(row 1 of the rol"):

@@ -68,7 +68,9 @@ class KillSwitch:
         inner = getattr(owner, name)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.event(args[path_argument] if path_argument is not None else None)
+            target = args[path_argument] if path_argument is not None else None
+            in_memory = hasattr(target, "write")  # a tensor on its way to another process is no file of a checkpoint
+            self.event(None if in_memory else target)
             return inner(*args, **kwargs)
 
         setattr(owner, name, wrapped)
