@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers.trainer_callback import TrainerCallback
 
+from grpo_trainer.accumulation import Arrangement
 from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptRenderer
 from grpo_trainer.dynamic import DynamicSampling
@@ -18,6 +20,7 @@ from grpo_trainer.loss import Objective
 from grpo_trainer.objective import build_objective
 from grpo_trainer.policy.entropy_bonus import EntropyBonus
 from grpo_trainer.policy.kl_coefficient import KLCoefficient
+from grpo_trainer.policy.support import needs_last_token, why_padded
 from grpo_trainer.reports.completions import FOLDER, CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
 from grpo_trainer.reports.tracker import CompletionsTracker
@@ -232,6 +235,42 @@ def refuse_not_yet(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"{name} is not supported yet; leave it out. docs/migrating.md lists what is.")
+
+
+def arrangement_of(args: GRPOConfig, plan: BatchPlan, model: Callable[[], Any]) -> Arrangement:
+    """How rows are shared out over forward passes.
+
+    Args:
+        args: the configuration.
+        plan: the arithmetic of the run.
+        model: returns the policy.
+
+    Returns:
+        It. Micro-batches stay as they are configured where a row has to do with those beside it: with a share of
+        tokens by entropy, and in models whose positions depend on the longest row of a pass.
+
+    Raises:
+        ValueError: if they have to, and the configuration sets a number of tokens.
+    """
+    why = None
+    if args.top_entropy_quantile < 1:
+        why = f"top_entropy_quantile={args.top_entropy_quantile} compares the tokens of a whole micro-batch"
+    elif why_padded(model()) is None and needs_last_token(model()):
+        why = "the positions of this model depend on the longest row of a forward pass"
+    limit = args.max_tokens_per_microbatch
+    if why and isinstance(limit, int):
+        raise ValueError(
+            f"max_tokens_per_microbatch={limit} would cut micro-batches, but {why}. Leave it out, and set "
+            "per_device_train_batch_size"
+        )
+    together = math.gcd(plan.steps_per_generation, plan.gradient_accumulation_steps)
+    return Arrangement(
+        max_tokens=None if why else limit,
+        micro_batch=plan.per_device_train_batch_size,
+        block=plan.per_device_train_batch_size * (1 if why else together),
+        packed=lambda: why_padded(model()) is None,
+        whole=why,
+    )
 
 
 def dynamic_sampling_of(args: GRPOConfig, plan: BatchPlan, gather_object: Any) -> DynamicSampling | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from grpo_trainer.accumulation import AUTO
 from grpo_trainer.data import OVERLONG_PROMPTS
 from grpo_trainer.generation.base import ENGINES
 from grpo_trainer.objective import SCALE_REWARDS
@@ -154,6 +155,14 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     cpu_threads: int | None = field(
         default=None, metadata={"help": "Threads on a CPU; None takes the cores that this process may use."}
     )
+    max_tokens_per_microbatch: int | str | None = field(
+        default=AUTO,
+        metadata={
+            "help": "Most tokens that are computed at once in an update, prompts shared: whole groups are packed "
+            "together up to it, and the result does not depend on it. auto: as many as per_device_train_batch_size "
+            "rows of the greatest length would have; None: per_device_train_batch_size rows, whatever their length."
+        },
+    )
     verify_packing: str = field(
         default="first_step",
         metadata={
@@ -274,6 +283,12 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             value = getattr(self, name)
             if not isinstance(value, str) or value not in legal:
                 raise ValueError(f"{name}={value!r} is unknown.{suggest(str(value), legal)} Legal: {', '.join(legal)}.")
+        limit = self.max_tokens_per_microbatch
+        whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
+        if not whole and limit is not None and limit != AUTO:
+            raise ValueError(
+                f"max_tokens_per_microbatch={limit!r} must be a whole number, 1 or more, or {AUTO!r}, or None"
+            )
         if self.max_prompt_length is None and self.overlong_prompts != "truncate_left":
             raise ValueError(
                 f"overlong_prompts={self.overlong_prompts!r} has nothing to act on without a limit: set "

@@ -102,46 +102,54 @@ class Objective:
         """What the batch adds to the divisor of the entropy bonus: (), the credited tokens that it is about."""
         return batch.mask.sum() * self.top_entropy
 
-    def without_silent_rows(self, batch: RolloutBatch) -> RolloutBatch:
-        """The rows that carry a gradient, with the weights that they have among all rows.
-
-        A completion whose advantage is 0, and one without a token, adds exactly 0 to loss and gradient as long as
-        there is no KL term. What it adds to Z has to be asked before: ``items`` is about all rows.
+    def weighted(self, batch: RolloutBatch) -> RolloutBatch:
+        """The batch with its token weights written down, so that its rows may be computed apart from each other.
 
         Args:
             batch: B rows.
 
         Returns:
-            Those rows; all if there is a KL term, a share of tokens by entropy, an off-policy mask, or
-            ``keeps_silent_rows``; one row if none carries a gradient, so that there is something to run a backward pass
-            on.
+            The same rows; any part of them has the loss that it has among all.
         """
-        live = self._live_rows(batch)
-        if len(live) == len(batch):
+        if batch.token_weights is not None:
             return batch
-        return dataclasses.replace(batch, token_weights=self.aggregation(batch.mask)[0]).select(live)
+        return dataclasses.replace(batch, token_weights=self.aggregation(batch.mask)[0])
 
     def silent_stats(self, batch: RolloutBatch) -> dict[str, tuple[Tensor, Tensor]]:
-        """The figures of the policy loss over the rows that ``without_silent_rows`` leaves out.
+        """The figures of the policy loss over the rows that need not be computed.
 
-        They need no forward pass: on policy every ratio is 1.
+        They need no forward pass: what has no advantage is never clipped, and on policy every ratio is 1.
 
         Args:
-            batch: B rows, sampled by the current policy.
+            batch: B rows.
 
         Returns:
-            name -> (sum, count), as in ``ObjectiveOutput``; empty if no row is left out.
+            name -> (sum, count), as in ``ObjectiveOutput``; empty if every row is live. Of rows that an earlier policy
+            sampled, only the clip ratios.
         """
-        live = set(self._live_rows(batch))
+        live = set(self.live_rows(batch))
         silent = batch.select([i for i in range(len(batch)) if i not in live])
         if not len(silent):
             return {}
         logprobs = torch.zeros(silent.mask.shape, device=silent.mask.device)
         stats = self.policy_loss(logprobs, None, silent.advantages, silent.mask).stats
-        return {name: masked_sum(value, silent.mask) for name, value in stats.items()}
+        known = {name: v for name, v in stats.items() if batch.old_logprobs is None or name.startswith("clip_ratio/")}
+        return {name: masked_sum(value, silent.mask) for name, value in known.items()}
 
-    def _live_rows(self, batch: RolloutBatch) -> list[int]:
-        """The rows that have to be computed; at least one, if there is one."""
+    def live_rows(self, batch: RolloutBatch) -> list[int]:
+        """The rows that have to be computed.
+
+        A completion whose advantage is 0, and one without a token, adds exactly 0 to loss and gradient as long as
+        there is no KL term. What it adds to Z has to be asked before: ``items`` is about all rows.
+
+        Args:
+            batch: B rows; its advantages are known.
+
+        Returns:
+            Indices, ascending: those rows; all if there is a KL term, a share of tokens by entropy, an off-policy mask,
+            or ``keeps_silent_rows``; one row if none carries a gradient, so that there is something to run a backward
+            pass on.
+        """
         every_row_matters = (
             self.beta
             or self.top_entropy < 1

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from grpo_trainer.generation.base import Generator
 from grpo_trainer.metrics import MetricStore
 from grpo_trainer.policy.kl_coefficient import KLCoefficient
 from grpo_trainer.policy.modes import eval_mode
+from grpo_trainer.policy.parts import fitting, split
 from grpo_trainer.policy.scoring import completion_logprobs
 from grpo_trainer.rewards.base import RewardInputs, RewardLog, RewardSet
 from grpo_trainer.types import (
@@ -39,6 +41,9 @@ from grpo_trainer.types import (
 
 Gather = Callable[[Tensor], Tensor]
 """``(n, ...) on this process -> (W * n, ...) of all, by rank``; every process gives the same shape."""
+
+Parts = Callable[[RolloutBatch, Sequence[int]], Sequence[Sequence[int]]]
+"""``(batch, some of its rows) -> those rows, part by part``."""
 
 
 OWN_FIGURES = frozenset(
@@ -157,7 +162,8 @@ class RolloutCollector:
         kl_in_reward: estimator of the KL that each completion pays for in its reward; None: it pays nothing.
         kl_coefficient: its price; what is measured is counted there.
         mask_truncated: whether completions cut at the length limit are left out of the loss.
-        score_rows: most rows in one forward pass of the old or the reference policy.
+        parts: how rows are shared out over forward passes of the old and the reference policy.
+        live: the rows whose old and reference log-probs are needed, once their advantages are known.
         metrics: where figures go.
         gather: collects tensors of all processes.
         rank: of this process.
@@ -182,7 +188,8 @@ class RolloutCollector:
     kl_in_reward: KLFn | None = None
     kl_coefficient: KLCoefficient = field(default_factory=KLCoefficient)
     mask_truncated: bool = False
-    score_rows: int = 8
+    parts: Parts = lambda batch, rows: [list(rows[i : i + 8]) for i in range(0, len(rows), 8)]
+    live: Callable[[RolloutBatch], Sequence[int]] = lambda batch: range(len(batch))
     metrics: MetricStore = field(default_factory=MetricStore)
     gather: Gather = lambda t: t
     rank: int = 0
@@ -264,22 +271,29 @@ class RolloutCollector:
         Returns:
             The constants of the objective for this process's completions.
         """
-        rewards = facts.rewards
-        totals = self.rewards.combine(rewards).view(-1, self.num_generations)  # (P, G)
-        with self.timed("time/logprobs"):
-            batch, penalties = self._with_old_and_reference(self.freeze(drawn, num_samples), old_logprobs)
+        totals = self.rewards.combine(facts.rewards).view(-1, self.num_generations)  # (P, G)
+        batch = self.freeze(drawn, num_samples)
+        if self.kl_in_reward is None:
+            batch = self._with_advantages(batch, facts.rewards, totals)
+            with self.timed("time/logprobs"):
+                batch, _ = self._with_old_and_reference(batch, old_logprobs, self.live(batch))
+        else:
+            with self.timed("time/logprobs"):
+                batch, penalties = self._with_old_and_reference(batch, old_logprobs, range(len(batch)))
+            assert penalties is not None
+            batch = self._with_advantages(batch, facts.rewards, totals - penalties.view_as(totals))
+        return Rollout(batch=batch, num_tokens=facts.num_tokens, table=self._table(drawn, batch.advantages.tolist()))
+
+    def _with_advantages(self, batch: RolloutBatch, rewards: Tensor, totals: Tensor) -> RolloutBatch:
+        """The batch with its share of the advantages of the rollout, (P * G,)."""
         if self.joint_advantage is None:
-            advantages = self.advantage(totals if penalties is None else totals - penalties.view_as(totals))  # (P, G)
+            advantages = self.advantage(totals)  # (P, G)
         else:
             advantages = self.joint_advantage(rewards.view(*totals.shape, -1), weights=self.rewards.weights)  # (P, G)
         local = advantages.flatten().float()
         if self.layout is not None:
             local = local[torch.tensor(self.layout[self.rank])]
-        return Rollout(
-            batch=replace(batch, advantages=local.to(batch.mask.device)),
-            num_tokens=facts.num_tokens,
-            table=self._table(drawn, local.tolist()),
-        )
+        return replace(batch, advantages=local.to(batch.device))
 
     def draw(
         self,
@@ -452,13 +466,13 @@ class RolloutCollector:
         ).to(device)
 
     def _with_old_and_reference(
-        self, batch: RolloutBatch, known: Sequence[Tensor | None] | None
+        self, batch: RolloutBatch, known: Sequence[Tensor | None] | None, rows: Sequence[int]
     ) -> tuple[RolloutBatch, Tensor | None]:
-        """The batch with the log-probs that the loss needs, and what each completion of the rollout pays, (N,)."""
+        """The batch with the log-probs that the loss needs of some rows, and what each of the rollout pays, (N,)."""
         old = ref = None
         keep = self.keep_old_logprobs or known is not None
         if keep or self.kl_in_reward is not None:
-            old = self.policy_logprobs(batch)
+            old = self.policy_logprobs(batch, rows)
             for row, each in enumerate(known or ()):
                 if each is not None:
                     old[row, : len(each)] = each.to(old.device)
@@ -467,7 +481,7 @@ class RolloutCollector:
                 device = batch.device
                 if next(model.parameters()).device != device:  # placed later than the reference was made
                     model.to(device)
-                ref = self._logprobs(model, batch)
+                ref = self._logprobs(model, batch, rows)
         if self.kl_in_reward is None:
             return replace(batch, old_logprobs=old, ref_logprobs=ref), None
         assert old is not None and ref is not None
@@ -488,27 +502,35 @@ class RolloutCollector:
         self.metrics.add("kl_penalty", paid.sum(), len(paid))
         return self._group_major(self.gather(paid.cpu()))
 
-    def policy_logprobs(self, batch: RolloutBatch) -> Tensor:
+    def policy_logprobs(self, batch: RolloutBatch, rows: Sequence[int] | None = None) -> Tensor:
         """Log-probs under the policy of now.
 
         Args:
             batch: n rows.
+            rows: of which it is asked; None for all.
 
         Returns:
-            (n, T) float32 without gradient, 0 beyond a row's length.
+            (n, T) float32 without gradient, 0 beyond a row's length and in rows that were not asked for.
         """
         policy = self.policy()
         with eval_mode(policy):
-            return self._logprobs(policy, batch)
+            return self._logprobs(policy, batch, range(len(batch)) if rows is None else rows)
 
-    def _logprobs(self, model: nn.Module, batch: RolloutBatch) -> Tensor:
-        """(n, T) log-probs without gradient, a few rows at a time."""
+    def _logprobs(self, model: nn.Module, batch: RolloutBatch, rows: Sequence[int]) -> Tensor:
+        """(n, T) log-probs of some rows without gradient, part by part."""
         out = torch.zeros(batch.completion_ids.shape, dtype=torch.float32, device=batch.device)
         with torch.no_grad(), self.autocast():
-            for start in range(0, len(batch), self.score_rows):
-                part = batch.select(range(start, min(start + self.score_rows, len(batch))))
-                scores = completion_logprobs(model, part, temperature=self.sampling.temperature)
-                out[start : start + len(part), : scores.logprobs.shape[1]] = scores.logprobs
+            waiting = [list(part) for part in self.parts(batch, rows)]
+            while waiting:
+                part = waiting.pop()
+                selected = batch.select(part)
+                score = functools.partial(completion_logprobs, model, selected, temperature=self.sampling.temperature)
+                scores = fitting(score)
+                if scores is None:
+                    waiting += [[part[i] for i in half] for half in split(selected)]
+                    continue
+                for i, row in enumerate(part):
+                    out[row, : scores.logprobs.shape[1]] = scores.logprobs[i]
         return out
 
     def _table(self, drawn: Drawn, advantages: list[float]) -> dict[str, list[Any]]:

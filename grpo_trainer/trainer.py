@@ -7,6 +7,7 @@ objective is evaluated. Configuration fields become objects in ``__init__``; not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -22,7 +23,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
+from grpo_trainer.accumulation import Accumulation, spread
 from grpo_trainer.assembly import (
+    arrangement_of,
     check_args,
     course_settings,
     dynamic_sampling_of,
@@ -193,6 +196,14 @@ class GRPOTrainer(ResumableTrainer):
         self.entropy_bonus = entropy_bonus_of(args)
         self.kl_coefficient = kl_coefficient_of(args)
         self.metrics = MetricStore()
+        self.arrangement = arrangement_of(args, self.plan, lambda: self.model)
+        self._notes: list[Callable[[], None]] = []
+        self._accumulation = Accumulation(
+            book=self._book,
+            take_back=self._take_back,
+            arrangement=self.arrangement,
+            say=lambda message: self._warn_once("memory", message),
+        )
         self.collector = self._build_collector(renderer, limit, rewards, handed_in_as_peft)
         self.dynamic_sampling = dynamic_sampling_of(args, self.plan, gather_object if args.world_size > 1 else None)
         self.prompt_memory: PromptMemory | None = None
@@ -240,7 +251,8 @@ class GRPOTrainer(ResumableTrainer):
             mask_truncated=args.mask_truncated_completions,
             # the rows of one old or reference pass are those of one training pass, arranged alike: on one
             # machine the log-probs of equal weights are then equal to the last bit, in any precision
-            score_rows=self.plan.per_device_train_batch_size,
+            parts=lambda batch, rows: self.arrangement(batch, rows),
+            live=lambda batch: self.objective.live_rows(batch),
             metrics=self.metrics,
             gather=self._gather,
             rank=args.process_index,
@@ -322,7 +334,7 @@ class GRPOTrainer(ResumableTrainer):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Ticket], num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, RolloutBatch]], Tensor]:
+    ) -> tuple[list[dict[str, list[RolloutBatch]]], Tensor]:
         """The micro-batches of one optimizer step, collected if there are none left, and the step's normaliser.
 
         Args:
@@ -331,7 +343,8 @@ class GRPOTrainer(ResumableTrainer):
             device: where the normaliser is to be.
 
         Returns:
-            The micro-batches of this process and Z, (): the items of the step over all micro-batches and processes.
+            For each micro-batch of this process the parts that it is computed in, and Z, (): the items of the step over
+            all micro-batches and processes.
         """
         if self.control.should_training_stop:  # a finished run that was asked to go on: nothing is drawn
             return [], torch.zeros((), device=device)
@@ -348,18 +361,25 @@ class GRPOTrainer(ResumableTrainer):
         for batch in window:
             items = items + torch.stack([self.objective.items(batch), self.objective.bonus_items(batch).float()])
         items, self._bonus_items = _divisor(self.accelerator.reduce(items, reduction="sum"))
-        return [{"batch": self._live(batch)} for batch in window], items
+        self._accumulation.begin()
+        return [{"parts": parts} for parts in self._arranged(window)], items
 
-    def _live(self, batch: RolloutBatch) -> RolloutBatch:
-        """What has to be computed of a micro-batch: exactly, without the rows that carry no gradient.
+    def _arranged(self, window: list[RolloutBatch]) -> list[list[RolloutBatch]]:
+        """What has to be computed of some micro-batches, exactly: the rows that carry a gradient, part by part.
 
-        A batch with old log-probs is computed whole: arranged otherwise, equal weights would give log-probs that
-        differ in the last bits, and the ratio would not be 1.
+        The rows are shared out as they were for old and reference log-probs, so that equal weights give equal
+        log-probs to the last bit, and the ratio is 1.
         """
-        if batch.old_logprobs is not None:
-            return batch
-        self._count(self.objective.silent_stats(batch))  # a token without advantage is never clipped, and counts
-        return self.objective.without_silent_rows(batch)
+        size = self.arrangement.block // self.plan.per_device_train_batch_size
+        arranged = []
+        for first in range(0, len(window), size):
+            micro_batches = window[first : first + size]
+            for batch in micro_batches:  # a token without advantage is never clipped, and counts
+                self._count(self.objective.silent_stats(batch))
+            block = RolloutBatch.join([self.objective.weighted(batch) for batch in micro_batches])
+            parts = [block.select(rows) for rows in self.arrangement(block, self.objective.live_rows(block))]
+            arranged += spread(parts, len(micro_batches))
+        return arranged
 
     def _collect(self, ticket: Ticket, place: int) -> None:
         """Fills the queue with what is left of the ticket's rollout: all of it, unless a run is resumed inside one."""
@@ -403,6 +423,49 @@ class GRPOTrainer(ResumableTrainer):
         """Micro-batches are on the device already."""
         return inputs
 
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Adds the gradients of one micro-step's parts.
+
+        Args:
+            model: the policy, as wrapped for training.
+            inputs: holds the ``parts``.
+            num_items_in_batch: Z, (), over all micro-batches and processes.
+
+        Returns:
+            The loss of the parts, (), without gradient.
+
+        Raises:
+            MemoryError: if memory runs out over a single completion.
+            RuntimeError: if it runs out in a backward pass in which processes exchange gradients.
+        """
+        inner = super().training_step
+
+        def step(part: RolloutBatch, last: bool) -> Tensor:
+            # gradients are exchanged once an optimizer step, in the last backward pass
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model):
+                return inner(model, {"batch": part}, num_items_in_batch)
+
+        self._accumulation.step = step
+        return self._accumulation.add(inputs["parts"], self.args.device)
+
+    def _take_back(self) -> None:
+        """Clears the gradients of an optimizer step that is to begin again."""
+        exchanges = self.args.world_size > 1 and self.accelerator.sync_gradients
+        if exchanges or self.is_deepspeed_enabled:
+            raise RuntimeError(
+                "memory ran out while processes exchange gradients, which cannot be begun again. Set "
+                f"max_tokens_per_microbatch={self.arrangement.fits} or less"
+            )
+        self.model.zero_grad()
+
+    def _book(self, counts: bool) -> None:
+        """Writes down the figures of the passes since the last call, or forgets them."""
+        notes, self._notes = self._notes, []
+        for note in notes if counts else []:
+            note()
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -436,15 +499,23 @@ class GRPOTrainer(ResumableTrainer):
                 _divisor(n) for n in (self.objective.items(batch), self.objective.bonus_items(batch))
             )
         assert scores.entropy is not None and bonus is not None
-        self._count({**stats, "entropy": masked_sum(scores.entropy.detach(), batch.mask)})
-        for name, value in extremes.items():
-            self.metrics.extreme(name, value, name[-3:])
-        if "kl" in stats:
-            self.kl_coefficient.count(*stats["kl"])
         loss = total / num_items_in_batch
+        stats = {**stats, "entropy": masked_sum(scores.entropy.detach(), batch.mask)}
+        policy_loss = loss.detach()
+        entropy = tuple(part.detach() for part in bonus)
+
+        def note() -> None:
+            self._count(stats)
+            for name, value in extremes.items():
+                self.metrics.extreme(name, value, name[-3:])
+            if "kl" in stats:
+                self.kl_coefficient.count(*stats["kl"])
+            if self.entropy_bonus.enabled:
+                self.entropy_bonus.count(*entropy)
+                self.metrics.add("policy_loss", policy_loss, 0.0)
+
+        self._notes.append(note)  # counted once the backward pass is through as well
         if self.entropy_bonus.enabled:
-            self.entropy_bonus.count(*bonus)
-            self.metrics.add("policy_loss", loss.detach(), 0.0)
             loss = loss - applied * bonus[0] / bonus_items
         # data-parallel wrappers average gradients over processes; the objective is a sum over them
         loss = loss * self.accelerator.num_processes
@@ -471,6 +542,7 @@ class GRPOTrainer(ResumableTrainer):
 
     def _end_step(self) -> None:
         """Closes the books of one optimizer step: every time is per step, and what is not named is the update."""
+        self._book(True)
         self._sync_reference()
         if self.entropy_bonus.enabled:
             self.entropy_bonus.end_step(lambda sums: self.accelerator.reduce(sums, reduction="sum"))
@@ -617,12 +689,12 @@ class GRPOTrainer(ResumableTrainer):
         """Six per parameter and token, the usual estimate for a forward and a backward pass.
 
         Args:
-            inputs: holds the ``batch``.
+            inputs: holds the ``parts``.
 
         Returns:
             The number of operations.
         """
-        return 6 * self._size * inputs["batch"].num_tokens
+        return 6 * self._size * sum(batch.num_tokens for batch in inputs["parts"])
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         """Tokens are counted where they are drawn."""

@@ -21,6 +21,7 @@ A step passes through these types, one per station::
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -197,6 +198,42 @@ class RolloutBatch:
             sampling_logprobs=None if self.sampling_logprobs is None else cut(self.sampling_logprobs),
             ref_logprobs=None if self.ref_logprobs is None else cut(self.ref_logprobs),
             token_weights=None if self.token_weights is None else cut(self.token_weights),
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The rows of several batches, in their order.
+
+        Args:
+            batches: at least one, of one objective: what is None in one is None in all.
+
+        Returns:
+            The batch; a prompt that several hold stands once for each of them.
+        """
+        if len(batches) == 1:
+            return batches[0]
+        width = max(batch.completion_ids.shape[1] for batch in batches)
+        firsts = itertools.accumulate((len(batch.prompt_ids) for batch in batches[:-1]), initial=0)
+
+        def joined(name: str) -> Any:
+            values = [getattr(batch, name) for batch in batches]
+            if values[0] is None:
+                return None
+            return torch.cat([torch.nn.functional.pad(v, (0, width - v.shape[1])) for v in values])
+
+        return cls(
+            prompt_ids=tuple(ids for batch in batches for ids in batch.prompt_ids),
+            prompt_of_row=tuple(
+                first + p for first, batch in zip(firsts, batches, strict=True) for p in batch.prompt_of_row
+            ),
+            lengths=tuple(n for batch in batches for n in batch.lengths),
+            completion_ids=joined("completion_ids"),
+            mask=joined("mask"),
+            advantages=torch.cat([batch.advantages for batch in batches]),
+            old_logprobs=joined("old_logprobs"),
+            sampling_logprobs=joined("sampling_logprobs"),
+            ref_logprobs=joined("ref_logprobs"),
+            token_weights=joined("token_weights"),
         )
 
     def to(self, device: torch.device | str) -> RolloutBatch:

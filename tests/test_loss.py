@@ -304,6 +304,10 @@ def test_a_samplers_own_log_probs_correct_the_policy_loss_or_are_its_old_policy(
 # --- rows without a gradient ------------------------------------------------------------------------------------------
 
 
+def without_silent_rows(objective, batch):
+    return objective.weighted(batch).select(objective.live_rows(batch))
+
+
 def silent_and_live():
     """Rows 0 and 2 have no advantage, row 3 has no token; rows 1 and 4 carry the gradient."""
     lengths = (3, 2, 4, 0, 1)
@@ -331,7 +335,7 @@ def silent_and_live():
 def test_rows_that_carry_a_gradient_keep_the_weights_that_they_have_among_all_rows(loss_type, weights):
     objective = build_objective(loss_type=loss_type, scale_rewards="group", max_completion_length=8)
     whole = silent_and_live()
-    live = objective.without_silent_rows(whole)
+    live = without_silent_rows(objective, whole)
     assert live.lengths == (2, 1) and live.advantages.tolist() == [1.5, -1.0]
     assert live.token_weights[live.mask].tolist() == pytest.approx(weights)
     logprobs = torch.zeros(5, 4, requires_grad=True)
@@ -350,7 +354,7 @@ def test_figures_of_the_rows_that_are_left_out_need_no_forward_pass(loss_type, l
     objective, whole = build(loss_type, importance_sampling_level=level), silent_and_live()
     logprobs = -torch.rand(5, 4)
     expected = objective(logprobs, whole).stats
-    live = objective(logprobs[[1, 4], :2], objective.without_silent_rows(whole)).stats
+    live = objective(logprobs[[1, 4], :2], without_silent_rows(objective, whole)).stats
     silent = objective.silent_stats(whole)
     assert expected.keys() == live.keys() == silent.keys()
     for name, (total, count) in expected.items():
@@ -361,16 +365,16 @@ def test_figures_of_the_rows_that_are_left_out_need_no_forward_pass(loss_type, l
 def test_every_row_is_needed_where_there_is_a_kl_term():
     objective = build_objective(loss_type="dapo", scale_rewards="group", max_completion_length=8, beta=0.1)
     batch = silent_and_live()
-    assert objective.without_silent_rows(batch) is batch
+    assert objective.live_rows(batch) == [0, 1, 2, 3, 4]
 
 
 def test_rows_without_an_advantage_are_computed_where_their_entropy_matters():
     batch = silent_and_live()
     for knobs in ({"top_entropy": 0.5}, {"keeps_silent_rows": True}, {"off_policy_threshold": 0.5}):
-        assert build("dapo", **knobs).without_silent_rows(batch) is batch
+        assert build("dapo", **knobs).live_rows(batch) == [0, 1, 2, 3, 4]
 
 
 def test_one_row_is_left_where_none_carries_a_gradient():
     objective = build_objective(loss_type="dapo", scale_rewards="group", max_completion_length=8)
     batch = replace(silent_and_live(), advantages=torch.zeros(5))
-    assert objective.without_silent_rows(batch).lengths == (0,)
+    assert without_silent_rows(objective, batch).lengths == (0,)

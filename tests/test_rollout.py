@@ -154,10 +154,15 @@ class Frozen:
         yield self.model
 
 
-@pytest.mark.parametrize("score_rows", [1, 3, 8, 100])
-def test_old_and_reference_log_probs_are_those_of_scoring_alone(collector, score_rows):
+@pytest.mark.parametrize("size", [1, 3, 8, 100])
+def test_old_and_reference_log_probs_are_those_of_scoring_alone(collector, size):
     policy, reference = helpers.tiny_gpt2(seed=1), helpers.tiny_gpt2(seed=2)
-    built = collector(policy=lambda: policy, reference=Frozen(reference), keep_old_logprobs=True, score_rows=score_rows)
+    built = collector(
+        policy=lambda: policy,
+        reference=Frozen(reference),
+        keep_old_logprobs=True,
+        parts=lambda batch, rows: [rows[i : i + size] for i in range(0, len(rows), size)],
+    )
     batch = collect(built).batch
     for model, got in ((policy, batch.old_logprobs), (reference, batch.ref_logprobs)):
         expected = completion_logprobs(model, batch, temperature=0.7).logprobs  # the temperature of the sampling

@@ -158,7 +158,13 @@ def count_training_passes(trainer):
 
 
 def test_a_rollout_that_is_used_at_once_costs_no_further_pass(tmp_path):
-    trainer = make(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, gradient_checkpointing=False)
+    trainer = make(
+        tmp_path,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=False,
+        max_tokens_per_microbatch=None,
+    )
     passes = count_training_passes(trainer)
     trainer.train()
     assert passes == ["grad"] * 2 * 2
@@ -803,7 +809,13 @@ def test_verify_packing_says_when_packed_rows_are_compared(tmp_path, monkeypatch
     monkeypatch.setattr(
         "grpo_trainer.trainer.check_packing", lambda model, batch, **kwargs: compared.append(len(batch))
     )
-    make(tmp_path, verify_packing=when, per_device_train_batch_size=4, gradient_accumulation_steps=2).train()
+    make(
+        tmp_path,
+        verify_packing=when,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        max_tokens_per_microbatch=None,
+    ).train()
     assert len(compared) == checks  # of 2 steps of 2 micro-batches
 
 

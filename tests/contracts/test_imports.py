@@ -24,7 +24,7 @@ FLOORS = {
     **dict.fromkeys(
         ["config", "not_yet", "divergence", "variants", "selection", "assembly", "resumable", "trainer", "reports"], 4
     ),
-    **dict.fromkeys(["rollout", "dynamic", "evaluation"], 3),
+    **dict.fromkeys(["rollout", "dynamic", "evaluation", "accumulation"], 3),
     **dict.fromkeys(
         ["objective", "loss", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2
     ),

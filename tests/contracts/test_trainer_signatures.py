@@ -27,6 +27,7 @@ OVERRIDDEN: dict[str, dict[str, Any]] = {
     "get_eval_dataloader": {"eval_dataset": None},
     "get_batch_samples": {"epoch_iterator": REQUIRED, "num_batches": REQUIRED, "device": REQUIRED},
     "_prepare_inputs": {"inputs": REQUIRED},
+    "training_step": {"model": REQUIRED, "inputs": REQUIRED, "num_items_in_batch": None},
     "_track_num_input_tokens": {"inputs": REQUIRED},
     "compute_loss": {
         "model": REQUIRED,

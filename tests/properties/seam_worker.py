@@ -92,8 +92,9 @@ def main(out: str, settings: dict) -> None:
     inner = trainer.training_step
 
     def training_step(model, inputs, num_items_in_batch=None):
-        batch = inputs["batch"]
-        used.append([batch.completion_ids[i, : batch.lengths[i]].tolist() for i in range(len(batch))])
+        used.append(
+            [part.completion_ids[i, :n].tolist() for part in inputs["parts"] for i, n in enumerate(part.lengths)]
+        )
         if isinstance(model, DistributedDataParallel):
             syncs.append([trainer.state.global_step, model.require_backward_grad_sync])
         return inner(model, inputs, num_items_in_batch)

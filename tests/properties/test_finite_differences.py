@@ -106,7 +106,11 @@ def move(model, scale, seed):
 
 
 def loss_of(trainer, inputs, items):
-    return sum(trainer.compute_loss(trainer.model, batch, num_items_in_batch=items) for batch in inputs)
+    return sum(
+        trainer.compute_loss(trainer.model, {"batch": part}, num_items_in_batch=items)
+        for micro_step in inputs
+        for part in micro_step["parts"]
+    )
 
 
 def directions(model, count=4):
