@@ -115,7 +115,7 @@ class Accumulation:
             MemoryError: if memory runs out over a single completion.
         """
         total = torch.zeros((), device=device)
-        waiting = deque((part, False) for part in parts)  # and whether it has been counted
+        waiting = self._fitting([(part, False) for part in parts])  # and whether it has been counted
         while waiting:
             part, counted = waiting.popleft()
             last = not waiting
@@ -136,7 +136,7 @@ class Accumulation:
             self._note(part, smaller)
             self.take_back()
             again = [(each, True) for each in self.done]
-            waiting = deque(self._fitting([*again, *((each, counted) for each in smaller), *waiting]))
+            waiting = self._fitting([*again, *((each, counted) for each in smaller), *waiting])
             self.done = []
         return total
 
@@ -151,13 +151,14 @@ class Accumulation:
         )
         self.arrangement.fits = min(limit, self.arrangement.fits or limit)
 
-    def _fitting(self, waiting: Sequence[tuple[RolloutBatch, bool]]) -> list[tuple[RolloutBatch, bool]]:
+    def _fitting(self, waiting: Sequence[tuple[RolloutBatch, bool]]) -> deque[tuple[RolloutBatch, bool]]:
         """What is too large by what is known now, in smaller parts."""
         limit, packed = self.arrangement.fits, self.arrangement.packed()
-        assert limit is not None
-        return [
+        if limit is None:
+            return deque(waiting)
+        return deque(
             (part.select(rows), counted) for part, counted in waiting for rows in share_out(part, limit, packed=packed)
-        ]
+        )
 
 
 def spread(parts: Sequence[RolloutBatch], steps: int) -> list[list[RolloutBatch]]:

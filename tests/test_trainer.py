@@ -29,6 +29,11 @@ def length_reward(completions, **kwargs):
     return [float(len(c)) for c in completions]
 
 
+def by_place(completions, **kwargs):
+    """Every completion of a group of four carries a gradient."""
+    return [float(i) for i in range(len(completions))]
+
+
 def make(tmp_path, reward=length_reward, rows=PROMPTS, model=None, tokenizer=None, generator=None, **settings):
     callbacks = settings.pop("callbacks", None)
     peft_config = settings.pop("peft_config", None)
@@ -160,6 +165,7 @@ def count_training_passes(trainer):
 def test_a_rollout_that_is_used_at_once_costs_no_further_pass(tmp_path):
     trainer = make(
         tmp_path,
+        by_place,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
         gradient_checkpointing=False,
@@ -811,6 +817,7 @@ def test_verify_packing_says_when_packed_rows_are_compared(tmp_path, monkeypatch
     )
     make(
         tmp_path,
+        by_place,
         verify_packing=when,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
