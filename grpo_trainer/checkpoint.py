@@ -53,6 +53,7 @@ class RunState:
         kl_coefficient: the beta of now, if it moves.
         prompt_memory: pass rates of the prompts, and which come next.
         dynamic_sampling: groups that wait, and how far the prompts have been used.
+        fits: most tokens of a forward pass for which memory has been found to suffice, if it has run out.
     """
 
     pending: list[RolloutBatch] = field(default_factory=list)
@@ -66,6 +67,7 @@ class RunState:
     kl_coefficient: dict[str, float] = field(default_factory=dict)
     prompt_memory: dict[str, Any] = field(default_factory=dict)
     dynamic_sampling: dict[str, Any] = field(default_factory=dict)
+    fits: int | None = None
 
     def save(self, folder: str | os.PathLike[str], rank: int) -> None:
         """Writes it into a checkpoint.

@@ -10,7 +10,7 @@ so the KL term is on every credited token, and nothing that is dropped changes w
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,20 +115,21 @@ class Objective:
             return batch
         return dataclasses.replace(batch, token_weights=self.aggregation(batch.mask)[0])
 
-    def silent_stats(self, batch: RolloutBatch) -> dict[str, tuple[Tensor, Tensor]]:
+    def silent_stats(self, batch: RolloutBatch, live: Sequence[int]) -> dict[str, tuple[Tensor, Tensor]]:
         """The figures of the policy loss over the rows that need not be computed.
 
         They need no forward pass: what has no advantage is never clipped, and on policy every ratio is 1.
 
         Args:
             batch: B rows.
+            live: those that are computed.
 
         Returns:
             name -> (sum, count), as in ``ObjectiveOutput``; empty if every row is live. Of rows that an earlier policy
             sampled, only the clip ratios.
         """
-        live = set(self.live_rows(batch))
-        silent = batch.select([i for i in range(len(batch)) if i not in live])
+        computed = set(live)
+        silent = batch.select([i for i in range(len(batch)) if i not in computed])
         if not len(silent):
             return {}
         logprobs = torch.zeros(silent.mask.shape, device=silent.mask.device)

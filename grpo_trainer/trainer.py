@@ -374,10 +374,10 @@ class GRPOTrainer(ResumableTrainer):
         arranged = []
         for first in range(0, len(window), size):
             micro_batches = window[first : first + size]
-            for batch in micro_batches:  # a token without advantage is never clipped, and counts
-                self._count(self.objective.silent_stats(batch))
             block = RolloutBatch.join([self.objective.weighted(batch) for batch in micro_batches])
-            parts = [block.select(rows) for rows in self.arrangement(block, self.objective.live_rows(block))]
+            live = self.objective.live_rows(block)
+            self._count(self.objective.silent_stats(block, live))  # what has no advantage is never clipped, and counts
+            parts = [block.select(rows) for rows in self.arrangement(block, live)]
             arranged += spread(parts, len(micro_batches))
         return arranged
 
@@ -590,12 +590,14 @@ class GRPOTrainer(ResumableTrainer):
             kl_coefficient=self.kl_coefficient.state_dict(),
             prompt_memory=self.prompt_memory.state_dict() if self.prompt_memory is not None else {},
             dynamic_sampling=self.dynamic_sampling.state_dict() if self.dynamic_sampling is not None else {},
+            fits=self.arrangement.fits,
         )
 
     def _take_run_state(self, state: RunState, *, same_layout: bool) -> None:
         """Takes it up again; with another layout, micro-batches that wait cannot be used."""
         if same_layout:
             self._pending = deque(state.pending)
+        self.arrangement.fits = state.fits
         self.metrics.load_state_dict(state.metrics)
         self.entropy_bonus.load_state_dict(state.entropy_bonus)
         self.kl_coefficient.load_state_dict(state.kl_coefficient)

@@ -198,4 +198,4 @@ def test_a_policy_loss_of_ones_own_is_given_by_its_path_and_computed_whole(monke
     # (0 - 0)^2, (0 - 1)^2 twice, each half, over three tokens
     assert loss_of(objective, torch.zeros(2, 2), batch)[0] == pytest.approx(1 / 3)
     assert objective.live_rows(batch) == [0, 1]
-    assert objective.silent_stats(batch) == {}
+    assert objective.silent_stats(batch, [0, 1]) == {}

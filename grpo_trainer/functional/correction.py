@@ -183,12 +183,17 @@ def mismatch_stats(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor, we
     return MismatchStats(
         difference_sum=torch.where(scored, difference, 0.0).sum(),
         difference_count=scored.sum(),
-        difference_max=torch.cat([difference.new_zeros(1), difference[scored]]).max(),
+        difference_max=torch.cat([difference.new_zeros(1), difference.flatten()]).max(),
         ratio_sum=torch.where(counted, weights, 0.0).sum(),
         ratio_count=counted.sum(),
-        ratio_min=torch.cat([weights.new_full((1,), torch.inf), weights[counted]]).min(),
-        ratio_max=torch.cat([weights.new_full((1,), -torch.inf), weights[counted]]).max(),
+        ratio_min=_among(weights, counted, torch.inf).min(),
+        ratio_max=_among(weights, counted, -torch.inf).max(),
     )
+
+
+def _among(values: Tensor, counted: Tensor, otherwise: float) -> Tensor:
+    """The values that count, and another one in place of each that does not, and once more."""
+    return torch.cat([values.new_full((1,), otherwise), torch.where(counted, values, otherwise).flatten()])
 
 
 def _difference(logprobs: Tensor, sampling_logprobs: Tensor, mask: Tensor) -> Tensor:
