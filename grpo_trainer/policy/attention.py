@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from grpo_trainer.policy.flex import FlexPlan, attend, flex_plan
 from grpo_trainer.policy.packing import Segment
 
 NAME = "grpo_packed"
@@ -357,9 +358,10 @@ def _compact(x: Tensor, dtype: torch.dtype) -> Tensor:
 _segments: ContextVar[Sequence[Segment]] = ContextVar("segments of the packed stream")
 
 
-def _layer_plan(*, device: torch.device, local_size: int | None = None, **_: Any) -> Plan:
+def _layer_plan(*, device: torch.device, local_size: int | None = None, **_: Any) -> Plan | FlexPlan:
     """What transformers calls for the attention mask of a kind of layer; ``local_size`` is its sliding window."""
-    return make_plan(_segments.get(), window=local_size, device=device)
+    plan = make_plan if torch.device(device).type == "cpu" else flex_plan
+    return plan(_segments.get(), window=local_size, device=device)
 
 
 def _layer_attention(
@@ -367,7 +369,7 @@ def _layer_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Plan,
+    attention_mask: Plan | FlexPlan,
     dropout: float = 0.0,
     scaling: float | None = None,
     softcap: float | None = None,
@@ -376,12 +378,15 @@ def _layer_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What a layer calls for its attention."""
-    if not isinstance(attention_mask, Plan) or dropout or position_bias is not None:
+    if not isinstance(attention_mask, (Plan, FlexPlan)) or dropout or position_bias is not None:
         raise RuntimeError(
             f"{type(module).__name__} asks for an attention that the packed pass does not have (mask: "
             f"{type(attention_mask).__name__}, dropout: {dropout}, position bias: {position_bias is not None})"
         )
-    return tiled_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap, sink=s_aux), None
+    options: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "sink": s_aux}
+    if isinstance(attention_mask, FlexPlan):
+        return attend(query, key, value, attention_mask, **options), None
+    return tiled_attention(query, key, value, attention_mask, **options), None
 
 
 AttentionInterface.register(NAME, _layer_attention)

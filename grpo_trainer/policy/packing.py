@@ -94,13 +94,14 @@ class Packed:
         return values.new_zeros(rows * width).index_copy(0, self.cells, values).view(rows, width)
 
 
-def pack(batch: RolloutBatch, *, keep_last: bool = False) -> Packed:
+def pack(batch: RolloutBatch, *, keep_last: bool = False, multiple: int = 1) -> Packed:
     """The stream of a batch, in the order in which the rows first come.
 
     Args:
         batch: B rows. A row without a token is left out; if that leaves nothing, the first prompt stays, so that there
             is something to compute.
         keep_last: also put each completion's last token into the stream.
+        multiple: the stream is filled up to a multiple of so many tokens, with a row that nobody reads.
 
     Returns:
         The stream, on the batch's device. It is laid out on the host and moved in one piece.
@@ -126,6 +127,11 @@ def pack(batch: RolloutBatch, *, keep_last: bool = False) -> Packed:
     if not len(batch):
         raise ValueError("a micro-batch without rows cannot be scored: it takes at least one completion")
     columns, segments = _lay_out(batch, keep_last)
+    missing = -len(columns.ids) % multiple
+    if missing:
+        segments = (*segments, Segment(len(columns.ids), missing, 0, -1))
+        columns.ids.extend([0] * missing)
+        columns.positions.extend([0] * missing)  # any that every model has
     flat = torch.tensor([number for column in columns for number in column], dtype=torch.long)
     if batch.device.type == "cuda":  # from pinned memory the copy waits for nothing
         flat = flat.pin_memory()

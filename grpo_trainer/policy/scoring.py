@@ -20,6 +20,7 @@ from transformers.utils import logging
 from grpo_trainer.functional.logprobs import token_entropy, token_logprobs
 from grpo_trainer.loading.head import Float32Linear
 from grpo_trainer.policy.attention import packed_attention
+from grpo_trainer.policy.flex import BLOCK
 from grpo_trainer.policy.head import head_logprobs
 from grpo_trainer.policy.modes import eval_mode, set_for_now
 from grpo_trainer.policy.packing import Packed, pack
@@ -123,7 +124,7 @@ def _packed_pass(
     entropy_gradient: bool = False,
     run: Callable | None = None,
 ) -> Scores:
-    stream = pack(batch, keep_last=needs_last_token(model))
+    stream = pack(batch, keep_last=needs_last_token(model), multiple=1 if batch.device.type == "cpu" else BLOCK)
     head = None if entropy_gradient else plain_head(model)
     entropy: list[Tensor] = []
     with packed_attention(model, stream.segments), _scoring(head, stream, temperature, with_entropy, entropy):

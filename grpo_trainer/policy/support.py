@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from grpo_trainer.loading.head import Float32Linear
+from grpo_trainer.policy.flex import why_not
 from grpo_trainer.policy.head import Transform
 from grpo_trainer.policy.modes import eval_mode, set_for_now
 
@@ -134,9 +135,9 @@ def _model(model: Any) -> str | None:
     if missing:
         return f"the forward pass of {kind} takes no {missing[0]}"
     device = next(model.parameters()).device.type
-    if device != "cpu":
-        return f"it is on {device}, and the packed attention is proven on the CPU only"
-    return None
+    if device not in ("cpu", "cuda"):
+        return f"it is on {device}, and there is a packed attention for the CPU and for CUDA only"
+    return None if device == "cpu" else why_not(device)
 
 
 def _attention(model: Any) -> str | None:
