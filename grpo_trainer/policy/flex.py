@@ -96,10 +96,14 @@ def _visible(ends: Tensor, positions: Tensor, window: int | None) -> Callable[..
     def tree(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k <= q) & (q < ends[k])
 
-    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < ends[k]) & (positions[q] - positions[k] < window)
+    if window is None:
+        return tree
+    limit = window
 
-    return tree if window is None else near
+    def near(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < ends[k]) & (positions[q] - positions[k] < limit)
+
+    return near
 
 
 def _blocks(ends: np.ndarray, positions: np.ndarray, window: int | None) -> tuple[np.ndarray, np.ndarray]:
