@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from workloads import WORKLOADS, completion, model_source, reward, rows
+from workloads import completion, model_source, named, reward, rows
 
 
 class Clock(TrainerCallback):
@@ -60,7 +60,7 @@ class Clock(TrainerCallback):
 
 def main(side: str, name: str, dtype: str, what: str, steps: str, folder: str) -> None:
     """Trains, and writes down what it took."""
-    workload = WORKLOADS[name]
+    workload = named(name)
     torch.manual_seed(0)
     source = model_source()
     tokenizer = AutoTokenizer.from_pretrained(source)

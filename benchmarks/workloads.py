@@ -26,6 +26,7 @@ class Workload:
         silent: share of the groups whose completions all earn the same.
         lora: whether an adapter is trained.
         settings: further fields of both configurations.
+        prompt_tokens: about how long a prompt is made, with ``text`` set to ``long``.
         peer_parts: micro-batches that TRL is given for each of ours, where ours takes it more than 24 GB of memory.
     """
 
@@ -39,6 +40,42 @@ class Workload:
     lora: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     peer_parts: int = 1
+    prompt_tokens: int = 0
+
+
+PEER_TOKENS = 5000
+"""About the most tokens, padded, of a micro-batch for which 24 GB suffice TRL with a model of this size."""
+
+
+def growing(generations: int, prompt_tokens: int) -> Workload:
+    """One prompt and its group, of sizes to be compared with others.
+
+    Args:
+        generations: completions of the prompt.
+        prompt_tokens: about how long it is.
+
+    Returns:
+        The workload.
+    """
+    padded = generations * (prompt_tokens + 64)
+    parts = next(n for n in range(1, generations + 1) if generations % n == 0 and padded / n <= PEER_TOKENS)
+    return Workload(
+        prompts=1,
+        generations=generations,
+        shortest=32,
+        longest=64,
+        text="long",
+        prompt_tokens=prompt_tokens,
+        peer_parts=parts,
+    )
+
+
+def named(name: str) -> Workload:
+    """A workload by its name; ``g16-q256`` is sixteen completions of a prompt of 256 tokens."""
+    if name in WORKLOADS:
+        return WORKLOADS[name]
+    group, prompt = name.split("-")
+    return growing(int(group.removeprefix("g")), int(prompt.removeprefix("q")))
 
 
 WORKLOADS = {
@@ -71,6 +108,10 @@ def rows(workload: Workload, count: int) -> list[dict[str, Any]]:
     if workload.text == "sums":
         pairs = [(draw.randint(1, 20), draw.randint(1, 20)) for _ in range(count)]
         texts = [f"What is {a} + {b}? Answer with a number." for a, b in pairs]
+    elif workload.text == "long":
+        words = " ".join(p["question"] for p in gsm8k()).split()
+        size = round(workload.prompt_tokens * 0.75)  # of this text, in words
+        texts = [" ".join(words[i : i + size]) for i in range(count)]
     else:
         problems = gsm8k()
         shots = "".join(f"Question: {p['question']}\nAnswer: {p['answer']}\n\n" for p in problems[:SHOTS])
@@ -93,7 +134,9 @@ def completion(workload: Workload, tokenizer: Any, prompt_ids: list[int], place:
         Token ids; the last one ends the completion.
     """
     draw = random.Random(f"{sum(prompt_ids)} {len(prompt_ids)} {place}")
-    length = workload.shortest + round((workload.longest - workload.shortest) * place / (workload.generations - 1))
+    length = workload.shortest + round(
+        (workload.longest - workload.shortest) * place / max(workload.generations - 1, 1)
+    )
     if workload.text == "sums":
         text = f"The sum of {draw.randint(1, 20)} and {draw.randint(1, 20)} is {draw.randint(2, 40)}. " * 4
     else:

@@ -147,20 +147,6 @@ def test_in_a_run_solved_prompts_are_left_out_and_the_table_is_written(tmp_path)
     assert trainer.state.log_history[-2]["prompts/frac_solved"] == 0.25
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"prompt_sampling": "hardest"}, "unknown.*Legal: uniform, skip_solved_and_hopeless, variance"),
-        ({"prompt_pass_reward": 2.0}, "nothing to act on.*Set prompt_sampling"),
-        ({"prompt_sampling": "uniform", "prompt_skip_epochs": 2}, "no prompt is left out"),
-        ({"prompt_sampling": "skip_solved_and_hopeless", "prompt_skip_epochs": 0}, "whole number, 1 or more"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig("out", **{**SETTINGS, **settings})
-
-
 def test_a_stream_has_no_memory():
     stream = IterableDataset.from_generator(lambda: iter([{"prompt": "A"}]))
     config = GRPOConfig("out", **SETTINGS, prompt_sampling="variance")

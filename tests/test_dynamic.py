@@ -176,17 +176,3 @@ def test_a_state_survives_a_checkpoint(tmp_path):
     (before,), (after,) = trainer.dynamic_sampling.waiting, again.waiting
     assert isinstance(after, Group) and after.prompt == before.prompt and after.completions == before.completions
     assert torch.equal(after.rewards, before.rewards) and torch.equal(after.old_logprobs, before.old_logprobs)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"dynamic_sampling_at_cap": "stop"}, "unknown.*Legal: fill, partial, error"),
-        ({"dynamic_sampling_max_rounds": 0}, "must be a whole number, 1 or more"),
-        ({"dynamic_sampling": False, "dynamic_sampling_max_age": 2}, "nothing to act on.*dynamic_sampling=True"),
-        ({"beta": 0.1, "kl_placement": "reward"}, "differ by the KL"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        GRPOConfig("out", **{**COMMON, **settings})
