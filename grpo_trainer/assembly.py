@@ -124,6 +124,7 @@ def sampling_params(args: GRPOConfig, model: nn.Module, tokenizer: Any) -> Sampl
         min_p=args.min_p,
         repetition_penalty=args.repetition_penalty,
         extra={"cache_implementation": args.cache_implementation, **(args.generation_kwargs or {})},  # type: ignore[dict-item]
+        tokenizer=tokenizer,
     )
 
 

@@ -149,6 +149,13 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             "help": "What draws completions. " + "; ".join(f"{name}: {what}" for name, what in ENGINES.items()) + "."
         },
     )
+    max_cache_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Most tokens, over all rows that are decoded together, that the group engine keeps keys and values "
+            "of; None: as many as take the memory of the model's weights, or half of what is free if that is less."
+        },
+    )
     advantage_ddof: int = field(
         default=1, metadata={"help": "1: sample standard deviation of a group (TRL's convention); 0: the population's."}
     )
@@ -283,6 +290,19 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             value = getattr(self, name)
             if not isinstance(value, str) or value not in legal:
                 raise ValueError(f"{name}={value!r} is unknown.{suggest(str(value), legal)} Legal: {', '.join(legal)}.")
+        cache = self.max_cache_tokens
+        if cache is not None and (isinstance(cache, bool) or not isinstance(cache, int) or cache < 1):
+            raise ValueError(f"max_cache_tokens={cache!r} must be a whole number, 1 or more, or None")
+        if cache is not None and cache <= (self.max_completion_length or 1):
+            raise ValueError(
+                f"max_cache_tokens={cache} has no room for one completion: max_completion_length is "
+                f"{self.max_completion_length}, and its prompt comes on top. Raise it, or leave it out"
+            )
+        if cache is not None and self.generation_engine == "generate":
+            raise ValueError(
+                f"max_cache_tokens={cache} is about the group engine, and generation_engine is 'generate'. Leave one "
+                "of them out"
+            )
         limit = self.max_tokens_per_microbatch
         whole = isinstance(limit, int) and not isinstance(limit, bool) and limit >= 1
         if not whole and limit is not None and limit != AUTO:

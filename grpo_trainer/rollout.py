@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from grpo_trainer.data import OneFormat, PromptLimit, PromptRenderer
 from grpo_trainer.functional.advantages import is_constant
 from grpo_trainer.functional.kl import kl_penalty
-from grpo_trainer.generation.base import Generator
+from grpo_trainer.generation.base import Generator, Observer
 from grpo_trainer.metrics import MetricStore
 from grpo_trainer.policy.kl_coefficient import KLCoefficient
 from grpo_trainer.policy.modes import eval_mode
@@ -170,6 +170,7 @@ class RolloutCollector:
         layout: for each process the rows of a rollout that it holds; None: this process holds them all.
         autocast: context of mixed precision.
         trainer_state: returns what reward functions get as ``trainer_state``.
+        progress: is shown to people while so many completions are drawn.
         observe: is told the totals (P, G) of each rollout that is drawn, on every process.
     """
 
@@ -196,6 +197,9 @@ class RolloutCollector:
     layout: Sequence[Sequence[int]] | None = None
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     trainer_state: Callable[[], Any] = lambda: None
+    progress: Callable[[int], contextlib.AbstractContextManager[Observer]] = lambda total: contextlib.nullcontext(
+        Observer()
+    )
     observe: Callable[[Tensor], None] = lambda totals: None
     _format: OneFormat = field(default_factory=OneFormat, init=False, repr=False)  # a copy of the collector starts anew
 
@@ -326,9 +330,14 @@ class RolloutCollector:
         prompts = [self.limit.fit(self.renderer(row, name), name) for row, name in zip(rows, names, strict=True)]
         for prompt, name in zip(prompts, names, strict=True):
             self._format.check(prompt, name)
-        with self.timed("time/generation"):
+        with self.timed("time/generation"), self.progress(sum(num_samples)) as observer:
             completions = self.generator.generate(
-                [p.ids for p in prompts], num_samples, sampling or self.sampling, seed=seed, row_ids=row_ids
+                [p.ids for p in prompts],
+                num_samples,
+                sampling or self.sampling,
+                seed=seed,
+                row_ids=row_ids,
+                observer=observer,
             )
         each_row = [row for row, n in zip(rows, num_samples, strict=True) for _ in range(n)]
         each_prompt = [p for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]

@@ -53,6 +53,7 @@ from grpo_trainer.policy.reference import make_reference
 from grpo_trainer.policy.scoring import check_packing, completion_logprobs
 from grpo_trainer.reports.first_prompt import FirstPrompt
 from grpo_trainer.reports.prompts import PromptTable
+from grpo_trainer.reports.rollout_progress import rollout_progress
 from grpo_trainer.resumable import ResumableTrainer
 from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rollout import RolloutCollector
@@ -235,7 +236,12 @@ class GRPOTrainer(ResumableTrainer):
         )
         return RolloutCollector(
             renderer=renderer,
-            generator=make_generator(args.generation_engine, lambda: self.model, self.accelerator.autocast),
+            generator=make_generator(
+                args.generation_engine,
+                lambda: self.model,
+                self.accelerator.autocast,
+                max_cache_tokens=args.max_cache_tokens,
+            ),
             sampling=sampling_params(args, self.model, renderer.tokenizer),
             rewards=rewards,
             advantage=self.objective.advantage,
@@ -260,6 +266,7 @@ class GRPOTrainer(ResumableTrainer):
             autocast=self.accelerator.autocast,
             trainer_state=lambda: self.state,
             observe=self._remember,
+            **({} if args.disable_tqdm or args.process_index else {"progress": rollout_progress}),
         )
 
     # --- data -----------------------------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ class SamplingParams:
         min_p: smallest probability kept, as a share of the likeliest token's; None keeps all.
         repetition_penalty: 1 leaves repeated tokens alone.
         extra: further keyword arguments of ``transformers.GenerationConfig``.
+        tokenizer: needed where ``extra`` has ``stop_strings``.
     """
 
     max_new_tokens: int
@@ -94,6 +95,7 @@ class SamplingParams:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer: Any = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +104,8 @@ class Completions:
 
     Attributes:
         ids: N tuples of token ids; the first end-of-sequence id, if any, is the last of its tuple. May be empty.
-        finished: N flags, True if the completion ended by itself, False if it was cut at ``max_new_tokens``.
+        finished: N flags, True if the completion ended by itself (an end-of-sequence id, a stop string), False if it
+            was cut at ``max_new_tokens``.
         sampling_logprobs: N tuples, the log-probability of each token under the distribution it was drawn from;
             None if the generator does not capture them.
     """

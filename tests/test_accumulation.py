@@ -21,7 +21,7 @@ LENGTHS = [3, 1, 6, 2, 5, 5, 4, 1, 6, 6, 1, 2, 3, 4, 2, 6, 1, 1, 1, 2, 5, 3, 4, 
 
 
 class Fixed:
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         places = row_ids or [(p, i) for p, n in enumerate(num_samples) for i in range(n)]
         rows = [4 * p + i for p, i in places]
         ids = tuple((*((7 * row + 3 * t) % 90 + 10 for t in range(LENGTHS[row] - 1)), EOS_ID) for row in rows)

@@ -33,7 +33,7 @@ class Fake:
         self.encode = lambda text: tokenizer.convert_tokens_to_ids(list(text))
         self.calls: list = []
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         self.calls.append((prompts, num_samples, sampling, seed))
         ids = [
             (*self.encode(text), *([END] if done and text else []))
@@ -236,7 +236,7 @@ def test_columns_reach_the_reward_as_they_stand_in_the_row(collector):
 
 def test_special_tokens_are_left_out_of_the_text_and_can_be_read_from_the_ids(collector, tiny_tokenizer):
     class Marked:
-        def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+        def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
             ids = (helpers.BOS_ID, *tiny_tokenizer.convert_tokens_to_ids(["x", "y"]), END)
             return Completions(ids=(ids,) * 8, finished=(True,) * 8)
 

@@ -24,7 +24,7 @@ class Fake:
     def __init__(self, lengths) -> None:
         self.lengths = lengths
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         return Completions(
             ids=tuple((50,) * n if n == 5 else (50,) * (n - 1) + (END,) for n in self.lengths),
             finished=tuple(n != 5 for n in self.lengths),

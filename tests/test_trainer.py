@@ -80,7 +80,7 @@ class Scripted:
     def __init__(self, *ids, finished=True):
         self.ids, self.finished, self.calls = ids, finished, 0
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         self.calls += 1
         n = sum(num_samples)
         ids = tuple(tuple(self.ids[i % len(self.ids)]) for i in range(n))

@@ -29,7 +29,7 @@ class Listening:
     def __init__(self):
         self.prompts = []
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         self.prompts.extend(map(tuple, prompts))
         n = sum(num_samples)
         return Completions(ids=((5,),) * n, finished=(True,) * n)

@@ -91,7 +91,7 @@ class Tells(Scripted):
         super().__init__(*ids)
         self.trainer, self.gaps = trainer, gaps
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         drawn = super().generate(prompts, num_samples, sampling, seed=seed, row_ids=row_ids)
         each = [p for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
         told = []

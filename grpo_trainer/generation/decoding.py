@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from grpo_trainer.generation.base import Observer
 from grpo_trainer.generation.cache import RowCache
 from grpo_trainer.generation.flight import Flight, Row
 from grpo_trainer.generation.hf import pad_left
@@ -33,6 +34,7 @@ class Decoding:
         sampling: how to draw.
         shaper: of the scores.
         schedule: which rows begin when.
+        observer: is told of what is drawn as it is.
     """
 
     def __init__(
@@ -43,11 +45,13 @@ class Decoding:
         sampling: SamplingParams,
         shaper: Shaper,
         schedule: Schedule,
+        observer: Observer,
     ) -> None:
         self._policy, self._model = policy, base_model(policy)
         self._device = next(policy.parameters()).device
         self._prompts, self._keys, self._sampling = prompts, keys, sampling
         self._shaper, self._schedule = shaper, schedule
+        self._observer = observer
         self._ends = set(sampling.eos_token_ids)
         self._width = max(map(len, prompts)) + sampling.max_new_tokens if shaper.reads_tokens else 0
         self._cache_name = cache_argument(self._model) or ""
@@ -155,7 +159,9 @@ class Decoding:
     def _settle(self, draw: Draw, flight: Flight) -> list[int]:
         """Takes the drawn tokens to the host: the one place where it waits for the device."""
         tokens, logprobs = torch.stack([draw.tokens.double(), draw.logprobs]).tolist()
-        out_of_time = any(bool(c(flight.last[:, None], None).any()) for c in self._shaper.criteria)
+        out_of_time = self._shaper.out_of_time(flight.last[:, None])
+        stopped = self._shaper.at_stop_string(flight.tokens, [row.length + 1 for row in flight.rows])
+        self._observer.tick(len(flight.rows))
         gone = []
         for place, (row, token, logprob) in enumerate(zip(flight.rows, map(int, tokens), logprobs, strict=True)):
             if math.isnan(logprob):
@@ -166,8 +172,9 @@ class Decoding:
                 )
             row.ids.append(token)
             row.logprobs.append(logprob)
-            finished = token in self._ends
+            finished = token in self._ends or stopped[place]
             if finished or out_of_time or len(row.ids) == self._sampling.max_new_tokens:
                 self._done[row.prompt, row.completion] = (row, finished)
+                self._observer.finished(row.prompt, row.completion, tuple(row.ids), finished)
                 gone.append(place)
         return gone

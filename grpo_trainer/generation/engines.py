@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from grpo_trainer.generation.base import ENGINES, Generator
+from grpo_trainer.generation.base import ENGINES, Generator, Observer
 from grpo_trainer.generation.group import GroupGenerator
 from grpo_trainer.generation.hf import HFGenerator
 from grpo_trainer.registry import suggest
@@ -73,6 +73,7 @@ class AutoGenerator:
         *,
         seed: int,
         row_ids: Sequence[tuple[int, int]] | None = None,
+        observer: Observer | None = None,
     ) -> Completions:
         """Draws completions; see ``Generator.generate``.
 
@@ -82,6 +83,7 @@ class AutoGenerator:
             sampling: how to draw them.
             seed: fixes every random number that is used.
             row_ids: for each completion its pair (prompt, completion).
+            observer: is told what is drawn, as it is drawn.
 
         Returns:
             The completions, group-major.
@@ -89,7 +91,7 @@ class AutoGenerator:
         Raises:
             ValueError: if a prompt is empty, or ``sampling.extra`` holds what transformers does not know.
         """
-        drawn = self._group.attempt(prompts, num_samples, sampling, seed=seed, row_ids=row_ids)
+        drawn = self._group.attempt(prompts, num_samples, sampling, seed=seed, row_ids=row_ids, observer=observer)
         if not isinstance(drawn, str):
             return drawn
         if drawn not in self._said:

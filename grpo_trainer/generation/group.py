@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from grpo_trainer.generation.base import Observer
 from grpo_trainer.generation.decoding import Decoding
 from grpo_trainer.generation.hf import check_prompts, generation_config
 from grpo_trainer.generation.memory import default_cache_tokens
@@ -67,6 +68,7 @@ class GroupGenerator:
         *,
         seed: int,
         row_ids: Sequence[tuple[int, int]] | None = None,
+        observer: Observer | None = None,
     ) -> Completions:
         """Draws completions; see ``Generator.generate``.
 
@@ -76,6 +78,7 @@ class GroupGenerator:
             sampling: how to draw them; a temperature of 0 takes the likeliest token.
             seed: fixes, with ``row_ids``, every random number that is used.
             row_ids: for each completion its pair (prompt, completion); None counts within this call.
+            observer: is told of every completion as soon as it has ended.
 
         Returns:
             The completions with their sampling log-probs, group-major.
@@ -84,7 +87,7 @@ class GroupGenerator:
             ValueError: if a prompt is empty, ``max_cache_tokens`` has no room for one completion, or the model cannot
                 be decoded by this engine.
         """
-        drawn = self.attempt(prompts, num_samples, sampling, seed=seed, row_ids=row_ids)
+        drawn = self.attempt(prompts, num_samples, sampling, seed=seed, row_ids=row_ids, observer=observer)
         if isinstance(drawn, str):
             raise ValueError(f"generation_engine='group' cannot be used because {drawn}; set generation_engine='auto'")
         return drawn
@@ -97,6 +100,7 @@ class GroupGenerator:
         *,
         seed: int,
         row_ids: Sequence[tuple[int, int]] | None = None,
+        observer: Observer | None = None,
     ) -> Completions | str:
         """Draws completions, or says why another engine has to.
 
@@ -106,6 +110,7 @@ class GroupGenerator:
             sampling: as in ``generate``.
             seed: as in ``generate``.
             row_ids: as in ``generate``.
+            observer: as in ``generate``.
 
         Returns:
             The completions, or the end of a sentence that begins with "because".
@@ -127,7 +132,7 @@ class GroupGenerator:
             return reason
         device = next(policy.parameters()).device
         with torch.no_grad(), inference_state(policy), self._autocast():
-            shaper = Shaper(base_model(policy), config, len(prompts[own[0][0]]), device)
+            shaper = Shaper(base_model(policy), config, len(prompts[own[0][0]]), device, sampling.tokenizer)
             reason = why_not_rules(shaper.processors, shaper.criteria)
             if reason is not None:
                 return reason
@@ -136,4 +141,5 @@ class GroupGenerator:
             schedule = Schedule([len(p) for p in prompts], num_samples, sampling.max_new_tokens, room)
             with ready_weights(policy, passes=sampling.max_new_tokens):
                 rows = dict(zip(own, row_keys(seed, row_ids).tolist(), strict=True))
-                return Decoding(policy, prompts, rows, sampling, shaper, schedule).run()
+                decoding = Decoding(policy, prompts, rows, sampling, shaper, schedule, observer or Observer())
+                return decoding.run()

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.stopping_criteria import StopStringCriteria
 
+from grpo_trainer.generation.base import Observer
 from grpo_trainer.generation.randomness import row_keys
 from grpo_trainer.generation.state import inference_state
 from grpo_trainer.registry import suggest
@@ -45,6 +47,7 @@ class HFGenerator:
         *,
         seed: int,
         row_ids: Sequence[tuple[int, int]] | None = None,
+        observer: Observer | None = None,
     ) -> Completions:
         """Draws completions, all in one call; see ``Generator.generate``.
 
@@ -55,6 +58,7 @@ class HFGenerator:
             seed: fixes every random number that is used.
             row_ids: ``generate`` has one stream of random numbers for all rows; the first row's identity starts it, so
                 that processes that share a seed draw different ones.
+            observer: is told of nothing: all rows are drawn in one call.
 
         Returns:
             The completions, group-major.
@@ -72,12 +76,16 @@ class HFGenerator:
         if row_ids is not None:
             seed = int(row_keys(seed, row_ids[:1]))
         with torch.no_grad(), inference_state(policy), _seeded(seed, device), self._autocast():
-            out = policy.generate(input_ids=ids, attention_mask=mask, generation_config=generation_config(sampling))
-        return _cut(out[:, ids.shape[1] :].tolist(), sampling.eos_token_ids)
+            out = policy.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=generation_config(sampling),
+                tokenizer=sampling.tokenizer,
+            )
+        return _cut(out, ids.shape[1], sampling)
 
 
 _NOT_EXTRA = {
-    "stop_strings": "completions end with an end-of-sequence token or at max_completion_length",
     "num_return_sequences": "num_generations says how many completions a prompt has",
     "return_dict_in_generate": "the ids are what is used",
     "eos_token_id": "set model.generation_config.eos_token_id or tokenizer.eos_token",
@@ -173,14 +181,17 @@ def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     return ids, mask
 
 
-def _cut(rows: list[list[int]], eos_token_ids: tuple[int, ...]) -> Completions:
-    """Each row up to and including its first end-of-sequence id; what follows is filler."""
-    ends = set(eos_token_ids)
+def _cut(out: Tensor, prompt_length: int, sampling: SamplingParams) -> Completions:
+    """Each row up to and including its first end, an end-of-sequence id or a stop string; what follows is filler."""
+    ends = torch.isin(out[:, prompt_length:], torch.tensor(sampling.eos_token_ids, device=out.device))  # (N, T)
+    if strings := sampling.extra.get("stop_strings"):
+        stops = StopStringCriteria(tokenizer=sampling.tokenizer, stop_strings=strings)
+        for t in range(ends.shape[1]):
+            ends[:, t] |= stops(out[:, : prompt_length + t + 1], None)
     ids, finished = [], []
-    for row in rows:
-        end = next((i for i, token in enumerate(row) if token in ends), None)
-        ids.append(tuple(row if end is None else row[: end + 1]))
-        finished.append(end is not None)
+    for row, end in zip(out[:, prompt_length:].tolist(), ends.tolist(), strict=True):
+        ids.append(tuple(row[: end.index(True) + 1] if True in end else row))
+        finished.append(True in end)
     return Completions(ids=tuple(ids), finished=tuple(finished))
 
 

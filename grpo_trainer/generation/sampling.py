@@ -10,6 +10,7 @@ tokens occur, take all rows at once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -52,7 +53,9 @@ class Rules(NamedTuple):
     criteria: sc.StoppingCriteriaList
 
 
-def rules_of(model: Any, config: GenerationConfig, prompt_length: int, device: torch.device) -> Rules:
+def rules_of(
+    model: Any, config: GenerationConfig, prompt_length: int, device: torch.device, tokenizer: Any = None
+) -> Rules:
     """The processors and criteria that ``generate`` builds for prompts of one length.
 
     Args:
@@ -60,13 +63,23 @@ def rules_of(model: Any, config: GenerationConfig, prompt_length: int, device: t
         config: what is asked for.
         prompt_length: tokens of each prompt.
         device: where scores will be.
+        tokenizer: needed for stop strings.
 
     Returns:
         Both lists.
     """
     ids = torch.zeros(1, prompt_length, dtype=torch.int64, device=device)
+    own = sc.StoppingCriteriaList()
+    if config.stop_strings:  # the door takes no tokenizer, so this one is made here
+        own.append(sc.StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        config = copy.deepcopy(config)
+        config.stop_strings = None
     return model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, custom_generate=_give_back
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=config,
+        stopping_criteria=own,
+        custom_generate=_give_back,
     )
 
 
@@ -158,15 +171,19 @@ class Shaper:
         config: what is asked for.
         prompt_length: tokens of one of the prompts.
         device: where scores will be.
+        tokenizer: needed for stop strings.
     """
 
-    def __init__(self, model: Any, config: GenerationConfig, prompt_length: int, device: torch.device) -> None:
-        self._model, self._config, self._device = model, config, device
+    def __init__(
+        self, model: Any, config: GenerationConfig, prompt_length: int, device: torch.device, tokenizer: Any = None
+    ) -> None:
+        self._model, self._config, self._device, self._tokenizer = model, config, device, tokenizer
         self._rules: dict[int, Rules] = {}
         self.processors, criteria = self._rules_for(prompt_length)
         kinds = {type(processor) for processor in self.processors}
-        self.reads_tokens = not kinds <= set(SCORES_ONLY)
         self.criteria = [c for c in criteria if type(c) not in (sc.MaxLengthCriteria, sc.EosTokenCriteria)]
+        self._strings = [c for c in self.criteria if type(c) is sc.StopStringCriteria]
+        self.reads_tokens = not kinds <= set(SCORES_ONLY) or bool(self._strings)
         self._together = kinds <= {*SCORES_ONLY, *OCCURRENCE}
 
     def __call__(self, scores: Tensor, tokens: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
@@ -192,7 +209,42 @@ class Shaper:
             out[rows] = self._rules_for(prompt).processors(tokens[rows, : prompt + drawn], scores[rows])
         return out
 
+    def out_of_time(self, tokens: Tensor) -> bool:
+        """Whether a criterion ends the whole call.
+
+        Args:
+            tokens: (B, 1) the token drawn last.
+
+        Returns:
+            True if no row goes on.
+        """
+        return any(bool(c(tokens, None).any()) for c in self.criteria if c not in self._strings)
+
+    def at_stop_string(self, tokens: Tensor, lengths: Sequence[int]) -> list[bool]:
+        """Which rows end with a stop string.
+
+        Args:
+            tokens: (B, L) as for the scores, the token drawn last included.
+            lengths: of each row.
+
+        Returns:
+            B flags.
+        """
+        ended = [False] * len(lengths)
+        if not self._strings:
+            return ended
+        alike: dict[int, list[int]] = {}
+        for row, length in enumerate(lengths):
+            alike.setdefault(length, []).append(row)
+        for criterion in self._strings:
+            for length, members in alike.items():
+                for row, end in zip(members, criterion(tokens[members, :length], None).tolist(), strict=True):
+                    ended[row] |= end
+        return ended
+
     def _rules_for(self, prompt_length: int) -> Rules:
         if prompt_length not in self._rules:
-            self._rules[prompt_length] = rules_of(self._model, self._config, prompt_length, self._device)
+            self._rules[prompt_length] = rules_of(
+                self._model, self._config, prompt_length, self._device, self._tokenizer
+            )
         return self._rules[prompt_length]

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import MaxTimeCriteria
+from transformers.generation.stopping_criteria import MaxTimeCriteria, StopStringCriteria
 
 from grpo_trainer.generation.sampling import OCCURRENCE, SCORES_ONLY, SEQUENCE
 from grpo_trainer.loading import base_model
@@ -90,7 +90,7 @@ def why_not_rules(processors: Any, criteria: Any) -> str | None:
     """
     known = {*SCORES_ONLY, *OCCURRENCE, *SEQUENCE}
     strange = [type(p).__name__ for p in processors if type(p) not in known]
-    strange += [type(c).__name__ for c in criteria if type(c) is not MaxTimeCriteria]
+    strange += [type(c).__name__ for c in criteria if type(c) not in (MaxTimeCriteria, StopStringCriteria)]
     return f"{', '.join(strange)} may remember rows by their place in the batch" if strange else None
 
 

@@ -31,7 +31,7 @@ class FixedGenerator:
         self.places = places
         self.calls = []
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         self.calls.append([list(p) for p in prompts])
         ids = []
         for prompt, places in zip(prompts, self.places, strict=True):

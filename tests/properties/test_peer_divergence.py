@@ -32,7 +32,7 @@ def told(ids):
 
 
 class Fixed:
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         ids = [completion(p, place) for p, n in zip(prompts, num_samples, strict=True) for place in range(n)]
         return Completions(
             ids=tuple(map(tuple, ids)),

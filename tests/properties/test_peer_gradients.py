@@ -225,7 +225,7 @@ def trl_gradients(checkpoint, config, rewards):
 
 
 class Fixed:
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         ids = [tuple(completion(p, place)) for p, n in zip(prompts, num_samples, strict=True) for place in range(n)]
         return Completions(ids=tuple(ids), finished=tuple(row[-1] == EOS_ID for row in ids))
 

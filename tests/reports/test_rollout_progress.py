@@ -1,0 +1,50 @@
+"""The line of progress appears during long rollouts only, and goes with them."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from grpo_trainer.reports import rollout_progress as module
+from grpo_trainer.reports.rollout_progress import rollout_progress
+from tests.test_trainer import make
+
+
+def shown(monkeypatch, delay, events):
+    out = io.StringIO()
+    plain = module.tqdm
+    monkeypatch.setattr(module, "tqdm", lambda **options: plain(**{**options, "file": out, "mininterval": 0}))
+    monkeypatch.setattr(module, "DELAY", delay)
+    with rollout_progress(4) as observer:
+        events(observer)
+    return out.getvalue()
+
+
+def some(observer):
+    for number in range(3):
+        observer.tick(4)
+        observer.finished(0, number, (1, 2), True)
+
+
+def test_completions_and_tokens_per_second_are_counted(monkeypatch):
+    text = shown(monkeypatch, 0.0, some)
+    assert "rollout" in text and "3/4" in text and "tokens/s" in text
+
+
+def test_a_short_rollout_shows_nothing(monkeypatch):
+    assert shown(monkeypatch, 1000.0, some).strip() == ""
+
+
+def test_it_is_gone_when_drawing_fails(monkeypatch):
+    def fails(observer):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shown(monkeypatch, 0.0, fails)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_trainer_shows_it_unless_told_to_be_quiet(quiet, tmp_path):
+    trainer = make(tmp_path, disable_tqdm=quiet)
+    assert (trainer.collector.progress is rollout_progress) == (not quiet)
