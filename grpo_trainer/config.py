@@ -104,6 +104,17 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         default=None, metadata={"help": "Further fields of transformers.GenerationConfig; they win over the others."}
     )
 
+    use_transformers_continuous_batching: bool = field(
+        default=False, metadata={"help": "The same as generation_engine='continuous_batching'."}
+    )
+    transformers_continuous_batching_config: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Fields of ContinuousBatchingConfig, for generation_engine='continuous_batching'."},
+    )
+    use_transformers_paged: bool = field(
+        default=False, metadata={"help": "TRL's older name of use_transformers_continuous_batching."}
+    )
+
     # --- objective ----------------------------------------------------------------------------------------------------
     num_iterations: int = field(default=1, metadata={"help": "mu, passes over each rollout."})
     reward_weights: list[float] | None = field(
@@ -268,8 +279,29 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             if hasattr(self, new) and getattr(self, new) is None:
                 setattr(self, new, getattr(self, old))
 
+    def _settle_engine(self) -> None:
+        """TRL's fields about continuous batching choose the engine of that name."""
+        asked = self.use_transformers_continuous_batching or self.use_transformers_paged
+        if asked and self.generation_engine not in ("auto", "continuous_batching"):
+            raise ValueError(
+                f"use_transformers_continuous_batching=True and generation_engine={self.generation_engine!r} "
+                "contradict each other; leave one of them out"
+            )
+        if asked:
+            self.generation_engine = "continuous_batching"
+        if self.transformers_continuous_batching_config and self.generation_engine != "continuous_batching":
+            raise ValueError(
+                "transformers_continuous_batching_config has nothing to act on. Set "
+                "generation_engine='continuous_batching', or leave it out"
+            )
+
     def _parse_mappings(self) -> None:
-        for name in ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs"):
+        for name in (
+            "model_init_kwargs",
+            "chat_template_kwargs",
+            "generation_kwargs",
+            "transformers_continuous_batching_config",
+        ):
             value = getattr(self, name)
             if isinstance(value, str):
                 try:
@@ -290,6 +322,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             value = getattr(self, name)
             if not isinstance(value, str) or value not in legal:
                 raise ValueError(f"{name}={value!r} is unknown.{suggest(str(value), legal)} Legal: {', '.join(legal)}.")
+        self._settle_engine()
         cache = self.max_cache_tokens
         if cache is not None and (isinstance(cache, bool) or not isinstance(cache, int) or cache < 1):
             raise ValueError(f"max_cache_tokens={cache!r} must be a whole number, 1 or more, or None")

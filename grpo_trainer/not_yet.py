@@ -42,11 +42,6 @@ class NotYet(TrainingArguments):
     vllm_gpu_memory_utilization: float = _not_yet(0.3, "vLLM")
     vllm_max_model_length: int | None = _not_yet(None, "vLLM")
     vllm_tensor_parallel_size: int = _not_yet(1, "vLLM")
-    use_transformers_continuous_batching: bool = _not_yet(
-        False, "continuous batching; leave it out, and generate is used"
-    )
-    transformers_continuous_batching_config: dict[str, Any] | str | None = _not_yet(None, "continuous batching")  # noqa: RUF009
-    use_transformers_paged: bool = _not_yet(False, "continuous batching")
     max_tool_calling_iterations: int | None = _not_yet(None, "tools")
 
     def refuse_not_yet(self) -> None:

@@ -45,6 +45,7 @@ from grpo_trainer.dataset import check_dataset, check_eval_dataset, check_reward
 from grpo_trainer.difficulty import PromptMemory
 from grpo_trainer.dynamic import Source
 from grpo_trainer.evaluation import SampleResult, combine_seed, sample
+from grpo_trainer.generation.continuous import ContinuousGenerator
 from grpo_trainer.generation.engines import make_generator
 from grpo_trainer.loading import base_model, disable_dropout, is_peft, load_policy, load_tokenizer, max_context
 from grpo_trainer.loss import masked_sum
@@ -234,15 +235,20 @@ class GRPOTrainer(ResumableTrainer):
             if args.beta
             else None
         )
+        sampling = sampling_params(args, self.model, renderer.tokenizer)
+        generator = make_generator(
+            args.generation_engine,
+            lambda: self.model,
+            self.accelerator.autocast,
+            max_cache_tokens=args.max_cache_tokens,
+            continuous_batching=args.transformers_continuous_batching_config,  # type: ignore[arg-type]
+        )
+        if isinstance(generator, ContinuousGenerator):
+            generator.check(sampling)
         return RolloutCollector(
             renderer=renderer,
-            generator=make_generator(
-                args.generation_engine,
-                lambda: self.model,
-                self.accelerator.autocast,
-                max_cache_tokens=args.max_cache_tokens,
-            ),
-            sampling=sampling_params(args, self.model, renderer.tokenizer),
+            generator=generator,
+            sampling=sampling,
             rewards=rewards,
             advantage=self.objective.advantage,
             joint_advantage=self.objective.joint_advantage,

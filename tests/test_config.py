@@ -37,7 +37,7 @@ def test_every_constructor_argument_of_trl_is_there_in_its_order_with_its_defaul
 
 def test_every_field_that_is_not_honoured_is_refused():
     defaults = {f.name: f for f in dataclasses.fields(GRPOConfig) if f.name in NOT_YET}
-    assert len(defaults) >= 20
+    assert len(defaults) >= 15
     for name, f in defaults.items():
         other = {bool: not f.default, int: 7, float: 0.37, str: "other"}.get(type(f.default), "other")
         with pytest.raises(ValueError, match=f"{name}=.*not supported yet"):

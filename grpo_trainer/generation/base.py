@@ -11,6 +11,7 @@ ENGINES = {
     "auto": "the group engine, or generate where that cannot draw",
     "group": "the group engine: each prompt is prefilled once, rows that end leave the batch",
     "generate": "generate of transformers",
+    "continuous_batching": "continuous batching of transformers",
 }
 """Name of an engine -> what draws."""
 

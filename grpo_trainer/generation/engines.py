@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from grpo_trainer.generation.base import ENGINES, Generator, Observer
+from grpo_trainer.generation.continuous import ContinuousGenerator
 from grpo_trainer.generation.group import GroupGenerator
 from grpo_trainer.generation.hf import HFGenerator
 from grpo_trainer.registry import suggest
@@ -22,6 +23,7 @@ def make_generator(
     autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     *,
     max_cache_tokens: int | None = None,
+    continuous_batching: Mapping[str, Any] | None = None,
 ) -> Generator:
     """The generator of a name.
 
@@ -30,12 +32,13 @@ def make_generator(
         policy: returns the module that is trained, unwrapped.
         autocast: returns the context of mixed precision.
         max_cache_tokens: see ``GroupGenerator``.
+        continuous_batching: see ``ContinuousGenerator``.
 
     Returns:
         The generator.
 
     Raises:
-        ValueError: if the name is unknown.
+        ValueError: if the name is unknown, or ``continuous_batching`` holds what transformers does not know.
     """
     if engine == "auto":
         return AutoGenerator(policy, autocast, max_cache_tokens)
@@ -43,6 +46,8 @@ def make_generator(
         return GroupGenerator(policy, autocast, max_cache_tokens)
     if engine == "generate":
         return HFGenerator(policy, autocast)
+    if engine == "continuous_batching":
+        return ContinuousGenerator(policy, continuous_batching, max_cache_tokens)
     raise ValueError(f"generation_engine is {engine!r}.{suggest(engine, ENGINES)}")
 
 

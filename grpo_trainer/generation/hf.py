@@ -75,7 +75,7 @@ class HFGenerator:
         ids, mask = pad_left(rows, device)
         if row_ids is not None:
             seed = int(row_keys(seed, row_ids[:1]))
-        with torch.no_grad(), inference_state(policy), _seeded(seed, device), self._autocast():
+        with torch.no_grad(), inference_state(policy), seeded(seed, device), self._autocast():
             out = policy.generate(
                 input_ids=ids,
                 attention_mask=mask,
@@ -196,8 +196,16 @@ def _cut(out: Tensor, prompt_length: int, sampling: SamplingParams) -> Completio
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Random numbers from ``seed`` inside, the generators' own state afterwards."""
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random numbers from a seed inside, the generators' own state afterwards.
+
+    Args:
+        seed: of torch's generators.
+        device: where numbers are drawn.
+
+    Yields:
+        Nothing.
+    """
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)

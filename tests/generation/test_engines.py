@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from grpo_trainer.generation.base import ENGINES
+from grpo_trainer.generation.continuous import ContinuousGenerator
 from grpo_trainer.generation.engines import AutoGenerator, make_generator
 from grpo_trainer.generation.group import GroupGenerator
 from grpo_trainer.generation.hf import HFGenerator
@@ -18,7 +19,7 @@ def draw(engine, model, **knobs):
 
 def test_each_name_is_an_engine():
     kinds = [type(make_generator(name, lambda: None)) for name in ENGINES]
-    assert kinds == [AutoGenerator, GroupGenerator, HFGenerator]
+    assert kinds == [AutoGenerator, GroupGenerator, HFGenerator, ContinuousGenerator]
     with pytest.raises(ValueError, match=r"generation_engine is 'groop'\. Did you mean 'group'\?"):
         make_generator("groop", lambda: None)
 

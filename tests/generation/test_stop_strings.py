@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from grpo_trainer.generation.base import ENGINES, Observer
+from grpo_trainer.generation.base import Observer
 from grpo_trainer.generation.engines import make_generator
 from tests import helpers
 from tests.generation.doubles import PROMPTS, counting, sampling
+
+OWN = ["auto", "group", "generate"]
+"""Continuous batching cannot, and says so."""
 
 
 def letters(tokenizer, text):
@@ -21,7 +24,7 @@ def draw(engine, model, prompts, counts, **knobs):
     return make_generator(engine, lambda: model).generate(prompts, counts, drawing, seed=0, observer=observer)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", OWN)
 def test_a_completion_ends_where_the_string_is_complete(engine):
     """The model counts upwards, so after "a" it says "bcdef…"; the ids of letters follow each other."""
     tokenizer = helpers.tiny_tokenizer()
@@ -36,7 +39,7 @@ def test_a_completion_ends_where_the_string_is_complete(engine):
     assert got.finished == (True, True, True, True)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", OWN)
 def test_what_never_comes_changes_nothing(engine):
     model = helpers.tiny_llama()
     plain = draw(engine, model, PROMPTS, [2] * 3)
@@ -45,7 +48,7 @@ def test_what_never_comes_changes_nothing(engine):
     assert cut.finished == (False,)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", OWN)
 def test_an_end_of_sequence_token_and_a_string_whichever_comes_first(engine):
     tokenizer = helpers.tiny_tokenizer()
     (a,) = letters(tokenizer, "a")
