@@ -15,7 +15,7 @@ from grpo_trainer.config import GRPOConfig
 from grpo_trainer.data import PromptRenderer
 from grpo_trainer.dynamic import DynamicSampling
 from grpo_trainer.generation.hf import check_extra
-from grpo_trainer.loading import end_of_sequence_ids, load_reward_model
+from grpo_trainer.loading import base_model, end_of_sequence_ids, load_reward_model
 from grpo_trainer.loss import Objective
 from grpo_trainer.objective import build_objective
 from grpo_trainer.policy.entropy_bonus import EntropyBonus
@@ -128,11 +128,12 @@ def sampling_params(args: GRPOConfig, model: nn.Module, tokenizer: Any) -> Sampl
     )
 
 
-def objective_of(args: GRPOConfig) -> Objective:
+def objective_of(args: GRPOConfig, *, balances: bool = False) -> Objective:
     """The objective that the configuration names.
 
     Args:
         args: the configuration.
+        balances: whether there is a load-balancing loss, which every row has a part in.
 
     Returns:
         The objective.
@@ -152,7 +153,7 @@ def objective_of(args: GRPOConfig) -> Objective:
         beta=args.beta if args.kl_placement == "loss" else 0.0,
         top_entropy=args.top_entropy_quantile,
         off_policy_threshold=args.off_policy_mask_threshold,
-        keeps_silent_rows=entropy_bonus_of(args).enabled,
+        keeps_silent_rows=balances or entropy_bonus_of(args).enabled,
         kl_estimator=args.kl_estimator_used,
         kl_importance_weighted=args.use_bias_correction_kl,
         **{name: getattr(args, name) for name in POLICY_LOSS_FIELDS},
@@ -238,6 +239,31 @@ def refuse_not_yet(**arguments: Any) -> None:
             raise ValueError(f"{name} is not supported yet; leave it out. docs/migrating.md lists what is.")
 
 
+def balance_coefficient(args: GRPOConfig, model: nn.Module) -> float:
+    """The weight of the load-balancing loss of a mixture of experts.
+
+    Args:
+        args: the configuration.
+        model: the policy.
+
+    Returns:
+        The weight; 0 leaves the loss out, as for models without experts.
+
+    Raises:
+        ValueError: if one is asked for and the model has no such loss, or it is negative.
+    """
+    given, config = args.router_aux_loss_coef, base_model(model).config.get_text_config()
+    has_experts = hasattr(config, "output_router_logits")
+    if given and not has_experts:
+        raise ValueError(
+            f"router_aux_loss_coef={given} weights the load-balancing loss of a mixture of experts, and "
+            f"{type(base_model(model)).__name__} computes none. Leave it out"
+        )
+    if given is not None and not 0 <= given < math.inf:
+        raise ValueError(f"router_aux_loss_coef={given} must be a number, 0 or more")
+    return (getattr(config, "router_aux_loss_coef", 0.0) if given is None else given) if has_experts else 0.0
+
+
 def arrangement_of(args: GRPOConfig, plan: BatchPlan, model: Callable[[], Any]) -> Arrangement:
     """How rows are shared out over forward passes.
 
@@ -254,7 +280,9 @@ def arrangement_of(args: GRPOConfig, plan: BatchPlan, model: Callable[[], Any]) 
         ValueError: if they have to, and the configuration sets a number of tokens.
     """
     why = None
-    if args.top_entropy_quantile < 1:
+    if balance_coefficient(args, model()):
+        why = "the load-balancing loss of its experts is that of a whole micro-batch"
+    elif args.top_entropy_quantile < 1:
         why = f"top_entropy_quantile={args.top_entropy_quantile} compares the tokens of a whole micro-batch"
     elif why_padded(model()) is None and needs_last_token(model()):
         why = "the positions of this model depend on the longest row of a forward pass"

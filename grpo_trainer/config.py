@@ -116,6 +116,13 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
     )
 
     # --- objective ----------------------------------------------------------------------------------------------------
+    router_aux_loss_coef: float | None = field(
+        default=None,
+        metadata={
+            "help": "Weight of the load-balancing loss of a mixture of experts; None takes the model's own, 0 leaves "
+            "the loss out."
+        },
+    )
     num_iterations: int = field(default=1, metadata={"help": "mu, passes over each rollout."})
     reward_weights: list[float] | None = field(
         default=None, metadata={"help": "One weight per reward function; None weighs each with 1."}

@@ -24,7 +24,6 @@ _PREFIX = "Not supported yet: "
 class NotYet(TrainingArguments):
     """The fields, each with TRL's default and what it would be about."""
 
-    router_aux_loss_coef: float | None = _not_yet(None, "the load-balancing loss of mixture-of-experts models")
     ds3_gather_for_generation: bool = _not_yet(True, "generation without gathering ZeRO-3's weights")
     pad_to_multiple_of: int | str | None = _not_yet(
         "auto", "padding to a multiple; rows are padded to the longest of their micro-batch"

@@ -26,6 +26,7 @@ from transformers.utils import logging
 from grpo_trainer.accumulation import Accumulation, spread
 from grpo_trainer.assembly import (
     arrangement_of,
+    balance_coefficient,
     check_args,
     course_settings,
     dynamic_sampling_of,
@@ -194,7 +195,8 @@ class GRPOTrainer(ResumableTrainer):
                 "process per GPU with `accelerate launch`, or show it one GPU with CUDA_VISIBLE_DEVICES=0."
             )
         self.plan = args.batch_plan()
-        self.objective = objective_of(args)
+        self._balance = balance_coefficient(args, policy)
+        self.objective = objective_of(args, balances=self._balance != 0)
         self.entropy_bonus = entropy_bonus_of(args)
         self.kl_coefficient = kl_coefficient_of(args)
         self.metrics = MetricStore()
@@ -214,7 +216,7 @@ class GRPOTrainer(ResumableTrainer):
         self._pending: deque[RolloutBatch] = deque()
         self._step_started: float | None = None
         self._verify_packing: str = args.verify_packing
-        self._bonus_items = torch.ones(())
+        self._bonus_items = self._tokens = torch.ones(())
         self._heap = HeapWatch()
         self._size = sum(p.numel() for p in base_model(policy).parameters())
         self.add_callback(_StepClock(self._end_step))
@@ -370,10 +372,11 @@ class GRPOTrainer(ResumableTrainer):
                 self._collect(ticket, place)
             window.append(self._pending.popleft())
         self.metrics.add("tokens_per_second", sum(batch.num_tokens for batch in window), 0.0)
-        items = torch.zeros(2, device=device)
+        tokens = float(sum(batch.num_tokens for batch in window))
+        items = torch.tensor([0.0, 0.0, tokens], device=device)
         for batch in window:
-            items = items + torch.stack([self.objective.items(batch), self.objective.bonus_items(batch).float()])
-        items, self._bonus_items = _divisor(self.accelerator.reduce(items, reduction="sum"))
+            items[:2] += torch.stack([self.objective.items(batch), self.objective.bonus_items(batch).float()])
+        items, self._bonus_items, self._tokens = _divisor(self.accelerator.reduce(items, reduction="sum"))
         self._accumulation.begin()
         return [{"parts": parts} for parts in self._arranged(window)], items
 
@@ -503,17 +506,26 @@ class GRPOTrainer(ResumableTrainer):
             self._verify_packing = "always" if self._verify_packing == "always" else "never"
         applied = self.entropy_bonus.applied
         scores = completion_logprobs(
-            model, batch, temperature=self.args.temperature, with_entropy=True, entropy_gradient=applied != 0
+            model,
+            batch,
+            temperature=self.args.temperature,
+            with_entropy=True,
+            entropy_gradient=applied != 0,
+            with_balance=self._balance != 0,
         )
         total, stats, extremes, bonus = self.objective(scores.logprobs, batch, entropy=scores.entropy, pool=self._pool)
-        bonus_items = self._bonus_items
+        bonus_items, tokens = self._bonus_items, self._tokens
         if num_items_in_batch is None:
             num_items_in_batch, bonus_items = (
                 _divisor(n) for n in (self.objective.items(batch), self.objective.bonus_items(batch))
             )
+            tokens = torch.tensor(float(batch.num_tokens))
         assert scores.entropy is not None and bonus is not None
         loss = total / num_items_in_batch
         stats = {**stats, "entropy": masked_sum(scores.entropy.detach(), batch.mask)}
+        if scores.balance is not None:
+            count = torch.tensor(float(batch.num_tokens))
+            stats["aux_loss"] = (scores.balance.detach() * count.to(scores.balance.device), count)
         policy_loss = loss.detach()
         entropy = tuple(part.detach() for part in bonus)
 
@@ -530,6 +542,8 @@ class GRPOTrainer(ResumableTrainer):
         self._notes.append(note)  # counted once the backward pass is through as well
         if self.entropy_bonus.enabled:
             loss = loss - applied * bonus[0] / bonus_items
+        if scores.balance is not None:  # a mean over tokens, so over the step too
+            loss = loss + self._balance * scores.balance * (batch.num_tokens / tokens.to(loss.device))
         # data-parallel wrappers average gradients over processes; the objective is a sum over them
         loss = loss * self.accelerator.num_processes
         return (loss, scores) if return_outputs else loss

@@ -20,6 +20,8 @@ A completion's last token predicts nothing that is scored, so it need not be com
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -69,6 +71,7 @@ class Packed:
         predictors: (M,) int64, ascending: the positions of the stream whose hidden state is needed.
         places: (N,) int64, ascending: for each scored token the one of the M that predicts it.
         targets: (N,) int64, the scored tokens.
+        rows: (L,) int64, how many rows a token stands for; 0 for a filler.
         cells: (N,) int64, where each stands in the flattened (B, T) of the batch.
     """
 
@@ -79,6 +82,7 @@ class Packed:
     places: Tensor
     targets: Tensor
     cells: Tensor
+    rows: Tensor
 
     def unpack(self, values: Tensor, shape: Sequence[int]) -> Tensor:
         """Values of the scored tokens, back in their rows.
@@ -100,7 +104,7 @@ def pack(batch: RolloutBatch, *, keep_last: bool = False, multiple: int = 1) -> 
     Args:
         batch: B rows. A row without a token is left out; if that leaves nothing, the first prompt stays, so that there
             is something to compute.
-        keep_last: also put each completion's last token into the stream.
+        keep_last: also put each completion's last token into the stream, and the prompt of a row without a token.
         multiple: the stream is filled up to a multiple of so many tokens, with a row that nobody reads.
 
     Returns:
@@ -131,12 +135,13 @@ def pack(batch: RolloutBatch, *, keep_last: bool = False, multiple: int = 1) -> 
     if missing:
         segments = (*segments, Segment(len(columns.ids), missing, 0, -1))
         columns.ids.extend([0] * missing)
+        columns.rows.extend([0] * missing)
         columns.positions.extend([0] * missing)  # any that every model has
     flat = torch.tensor([number for column in columns for number in column], dtype=torch.long)
     if batch.device.type == "cuda":  # from pinned memory the copy waits for nothing
         flat = flat.pin_memory()
     parts = flat.to(batch.device, non_blocking=True).split([len(column) for column in columns])
-    ids, positions, predictors, places, targets, cells = parts
+    ids, positions, predictors, places, targets, cells, rows = parts
     return Packed(
         input_ids=ids[None],
         position_ids=positions[None],
@@ -145,6 +150,7 @@ def pack(batch: RolloutBatch, *, keep_last: bool = False, multiple: int = 1) -> 
         places=places,
         targets=targets,
         cells=cells,
+        rows=rows,
     )
 
 
@@ -157,13 +163,14 @@ class _Columns(NamedTuple):
     places: list[int]
     targets: list[int]
     cells: list[int]
+    rows: list[int]
 
 
 def _lay_out(batch: RolloutBatch, keep_last: bool) -> tuple[_Columns, tuple[Segment, ...]]:
     """Where everything comes from and goes."""
     prompts = [ids.tolist() for ids in batch.prompt_ids]
     answers = [row[:n] for row, n in zip(batch.completion_ids.tolist(), batch.lengths, strict=True)]
-    rows = [row for row, n in enumerate(batch.lengths) if n]
+    rows = [row for row, n in enumerate(batch.lengths) if n or keep_last]
     sequences = [prompts[batch.prompt_of_row[row]] + answers[row][: None if keep_last else -1] for row in rows]
     ids, positions, segments, paths = _tree(sequences or [prompts[batch.prompt_of_row[0]]])
     scored: list[tuple[int, int, int]] = []  # of each token the place in the stream before it, its cell, itself
@@ -173,6 +180,7 @@ def _lay_out(batch: RolloutBatch, keep_last: bool) -> tuple[_Columns, tuple[Segm
         scored += zip(path[before:], range(cell, cell + len(answers[row])), answers[row], strict=False)
     scored.sort()
     place = {at: i for i, at in enumerate(dict.fromkeys(at for at, _, _ in scored))}
+    through = collections.Counter(itertools.chain.from_iterable(paths))
     columns = _Columns(
         ids,
         positions,
@@ -180,6 +188,7 @@ def _lay_out(batch: RolloutBatch, keep_last: bool) -> tuple[_Columns, tuple[Segm
         [place[at] for at, _, _ in scored],
         [token for _, _, token in scored],
         [cell for _, cell, _ in scored],
+        [through[place] for place in range(len(ids))],
     )
     return columns, segments
 

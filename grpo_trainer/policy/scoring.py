@@ -36,10 +36,13 @@ class Scores(NamedTuple):
     Attributes:
         logprobs: (B, T) float32 in nats; 0 beyond a row's length.
         entropy: (B, T) float32 in nats, without gradient unless that was asked for; None if it was not.
+        balance: () the load-balancing loss of a mixture of experts over all tokens of all rows, with its gradient; None
+            if it was not asked for.
     """
 
     logprobs: Tensor
     entropy: Tensor | None
+    balance: Tensor | None = None
 
 
 def completion_logprobs(
@@ -49,6 +52,7 @@ def completion_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     entropy_gradient: bool = False,
+    with_balance: bool = False,
 ) -> Scores:
     """Log-probs of the completion tokens of a micro-batch, one forward pass.
 
@@ -61,15 +65,17 @@ def completion_logprobs(
         with_entropy: also the entropy of each predicted distribution.
         entropy_gradient: the entropy, too, carries a gradient; the logits of all completion tokens are then held in
             float32 at once, which the fused head spares.
+        with_balance: also the load-balancing loss that a mixture of experts computes of its routers. A token that
+            stands in the stream once for several rows counts for each of them.
 
     Returns:
         The scores. The log-probs carry a gradient if gradients are enabled.
     """
     reason = why_padded(model)
     if reason is None:
-        return _packed_pass(model, batch, temperature, with_entropy, entropy_gradient)
+        return _packed_pass(model, batch, temperature, with_entropy, entropy_gradient, with_balance=with_balance)
     _say_once(f"{type(innermost(model)).__name__} computes each prompt once per completion, padded, because {reason}.")
-    return _padded_pass(model, batch, temperature, with_entropy, entropy_gradient)
+    return _padded_pass(model, batch, temperature, with_entropy, entropy_gradient, with_balance=with_balance)
 
 
 def check_packing(model: nn.Module, batch: RolloutBatch, *, temperature: float = 1.0) -> None:
@@ -123,18 +129,23 @@ def _packed_pass(
     with_entropy: bool,
     entropy_gradient: bool = False,
     run: Callable | None = None,
+    with_balance: bool = False,
 ) -> Scores:
-    stream = pack(batch, keep_last=needs_last_token(model), multiple=1 if batch.device.type == "cpu" else BLOCK)
+    keep_last = needs_last_token(model) or with_balance
+    stream = pack(batch, keep_last=keep_last, multiple=1 if batch.device.type == "cpu" else BLOCK)
     head = None if entropy_gradient else plain_head(model)
     entropy: list[Tensor] = []
     with packed_attention(model, stream.segments), _scoring(head, stream, temperature, with_entropy, entropy):
-        logits = (run or model)(
+        out = (run or model)(
             input_ids=stream.input_ids,
-            attention_mask=torch.ones_like(stream.input_ids),
+            # the packed attention does not read it; a load-balancing loss weights the tokens by it
+            attention_mask=stream.rows[None] if with_balance else torch.ones_like(stream.input_ids),
             position_ids=stream.position_ids,
             logits_to_keep=stream.predictors,
             use_cache=False,
-        ).logits  # (1, M, V), or (1, N, 1) log-probs from a head that scores
+            **({"output_router_logits": True} if with_balance else {}),
+        )
+    logits = out.logits  # (1, M, V), or (1, N, 1) log-probs from a head that scores
     if head is not None:
         logprobs = logits[0, :, 0]
     else:
@@ -144,7 +155,11 @@ def _packed_pass(
             seen = logits if entropy_gradient else logits.detach()
             entropy.append(token_entropy(seen, temperature=temperature)[0])
     shape = batch.completion_ids.shape
-    return Scores(stream.unpack(logprobs, shape), stream.unpack(entropy[0], shape) if with_entropy else None)
+    return Scores(
+        stream.unpack(logprobs, shape),
+        stream.unpack(entropy[0], shape) if with_entropy else None,
+        out.aux_loss if with_balance else None,
+    )
 
 
 @contextlib.contextmanager
@@ -192,6 +207,7 @@ def _padded_pass(
     with_entropy: bool,
     entropy_gradient: bool = False,
     run: Callable | None = None,
+    with_balance: bool = False,
 ) -> Scores:
     inputs = _rectangle(batch)
     width = batch.completion_ids.shape[1]
@@ -201,7 +217,10 @@ def _padded_pass(
         kwargs["logits_to_keep"] = width + 1
     if "use_cache" in parameters:
         kwargs["use_cache"] = False
-    logits = (run or model)(**kwargs).logits  # (B, T + 1, V), or (B, Q + T, V) from a model that keeps all
+    if with_balance:
+        kwargs["output_router_logits"] = True
+    out = (run or model)(**kwargs)
+    logits = out.logits  # (B, T + 1, V), or (B, Q + T, V) from a model that keeps all
     logits = logits[:, logits.shape[1] - width - 1 : -1]  # (B, T, V): the last position predicts nothing of ours
     real = _within(batch)
     logprobs = token_logprobs(logits, batch.completion_ids.to(batch.device), temperature=temperature)
@@ -209,7 +228,7 @@ def _padded_pass(
     if with_entropy:
         seen = logits if entropy_gradient else logits.detach()
         entropy = token_entropy(seen, temperature=temperature).masked_fill(~real, 0.0)
-    return Scores(logprobs.masked_fill(~real, 0.0), entropy)
+    return Scores(logprobs.masked_fill(~real, 0.0), entropy, out.aux_loss if with_balance else None)
 
 
 def _rectangle(batch: RolloutBatch) -> dict[str, Tensor]:
