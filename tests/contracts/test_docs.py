@@ -30,6 +30,7 @@ from grpo_trainer.rewards import REWARDS
 from grpo_trainer.tasks import BUILTIN_TASKS
 from tests.contracts.test_imports import FLOORS
 from tests.helpers import tiny_llama, tiny_tokenizer
+from tests.policy.families import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/**/*.md")])
@@ -242,11 +243,12 @@ VARIANTS = {  # what makes the figures that only some settings have
     "entropy": dict(use_adaptive_entropy=True, off_policy_mask_threshold=0.5),
     "dynamic sampling": dict(dynamic_sampling=True, prompt_sampling="uniform"),
     "divergence": dict(kl_placement="reward", kl_target=0.1, sampler_correction=True),
+    "experts": dict(model=lambda: tiny("qwen3_moe", vocab_size=256)),
 }
 FROM_TRANSFORMERS = {"loss", "grad_norm", "learning_rate", "epoch", "step", "total_flos", "train_loss"}
 
 
-def names_of_a_run(folder: Path, **settings) -> set[str]:
+def names_of_a_run(folder: Path, model=tiny_llama, **settings) -> set[str]:
     """Every name that a tiny run logs: with a reference, an old policy, an evaluation, a metric of a reward."""
 
     def reward(completions, log_metric, **kwargs):
@@ -274,7 +276,7 @@ def names_of_a_run(folder: Path, **settings) -> set[str]:
     )
     data = Dataset.from_list([{"prompt": text} for text in ("one", "two", "three", "four")])
     config = GRPOConfig(str(folder), **{**common, **settings})
-    trainer = GRPOTrainer(tiny_llama(), reward, config, data, data, processing_class=tiny_tokenizer())
+    trainer = GRPOTrainer(model(), reward, config, data, data, processing_class=tiny_tokenizer())
     trainer.train()
     names = {name for entry in trainer.state.log_history for name in entry} - FROM_TRANSFORMERS
     return {re.sub(r"(?<=rewards/)reward(?=/)", "<name>", n) for n in names}
