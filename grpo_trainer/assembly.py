@@ -21,12 +21,14 @@ from grpo_trainer.objective import build_objective
 from grpo_trainer.policy.entropy_bonus import EntropyBonus
 from grpo_trainer.policy.kl_coefficient import KLCoefficient
 from grpo_trainer.policy.support import needs_last_token, why_padded
+from grpo_trainer.registry import suggest
 from grpo_trainer.reports.completions import FOLDER, CompletionsWriter
 from grpo_trainer.reports.printer import CompletionsPrinter
 from grpo_trainer.reports.tracker import CompletionsTracker
 from grpo_trainer.reports.uploader import CompletionsUploader
-from grpo_trainer.rewards.base import RewardSet
+from grpo_trainer.rewards.base import RewardSet, reward_name, unique_names
 from grpo_trainer.rewards.model import RewardModel
+from grpo_trainer.rewards.options import RewardOptions, options_of
 from grpo_trainer.sampler import BatchPlan
 from grpo_trainer.stream import is_stream
 from grpo_trainer.types import SamplingParams
@@ -70,7 +72,8 @@ def reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: P
         The functions with their names and weights.
 
     Raises:
-        ValueError: if there is none, or the numbers of functions, tokenizers and weights differ.
+        ValueError: if there is none, the numbers of functions, tokenizers and weights differ, or ``reward_options`` are
+            not legal.
     """
     if reward_funcs is None:
         raise ValueError("reward_funcs is missing: give a function, a reward model, or a list of them")
@@ -80,9 +83,44 @@ def reward_set(reward_funcs: Any, tokenizers: Any, args: GRPOConfig, renderer: P
         raise ValueError(
             f"reward_processing_classes has {len(given)} entries for {len(functions)} reward functions; give one each"
         )
-    return RewardSet(
-        [_reward(f, t, args, renderer) for f, t in zip(functions, given, strict=True)], args.reward_weights
-    )
+    rewards = [_reward(f, t, args, renderer) for f, t in zip(functions, given, strict=True)]
+    return RewardSet(rewards, args.reward_weights, options=_reward_options(rewards, args))
+
+
+def _reward_options(rewards: list[Any], args: GRPOConfig) -> list[RewardOptions]:
+    """How each is run: as it declares, changed by ``reward_options``."""
+    names = unique_names([reward_name(f) for f in rewards])
+    changes: dict[str, dict[str, Any]] = args.reward_options or {}  # type: ignore[assignment]
+    for name in changes:
+        if name not in names:
+            raise ValueError(
+                f"reward_options names {name!r}, but the reward functions are {', '.join(names)}.{suggest(name, names)}"
+            )
+    found = []
+    for name, function in zip(names, rewards, strict=True):
+        try:
+            options = options_of(function, **changes.get(name, {}))
+        except ValueError as error:
+            raise ValueError(f"reward_options[{name!r}]: {error}") from error
+        if options.isolation != "inline" and isinstance(function, RewardModel):
+            raise ValueError(
+                f"reward_options[{name!r}] has isolation={options.isolation!r}, but a reward model is run on the "
+                "trainer's own device; leave it out"
+            )
+        if options.group:
+            _check_whole_groups(name, args.batch_plan())
+        found.append(options)
+    return found
+
+
+def _check_whole_groups(name: str, plan: BatchPlan) -> None:
+    for rank in range(plan.world_size):
+        if any(n != plan.num_generations for _, n in plan.local_groups(rank)):
+            raise ValueError(
+                f"reward function {name!r} asks for whole groups (group=True), but process {rank} of {plan.world_size} "
+                f"holds a part of one. Make per_device_train_batch_size={plan.per_device_train_batch_size} a multiple "
+                f"of num_generations={plan.num_generations}"
+            )
 
 
 def _reward(function: Any, tokenizer: Any, args: GRPOConfig, renderer: PromptRenderer) -> Any:

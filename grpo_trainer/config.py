@@ -17,6 +17,7 @@ from grpo_trainer.generation.base import ENGINES
 from grpo_trainer.objective import SCALE_REWARDS
 from grpo_trainer.policy.packing import VERIFY_PACKING
 from grpo_trainer.registry import suggest
+from grpo_trainer.rewards.options import check_option_names
 from grpo_trainer.runtime import cpu_has_fast_bf16
 from grpo_trainer.sampler import BatchPlan
 from grpo_trainer.selection import Selection
@@ -208,6 +209,14 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
         },
     )
 
+    reward_options: dict[str, dict[str, Any]] | str | None = field(
+        default=None,
+        metadata={
+            "help": "How reward functions are run, by their names: isolation (inline, process, sandbox), time_limit, "
+            "memory_limit, rows_per_call, on_error, on_timeout, group, cache."
+        },
+    )
+
     def __post_init__(self) -> None:
         by_metric = str(getattr(self.lr_scheduler_type, "value", self.lr_scheduler_type)) in (
             "reduce_lr_on_plateau",
@@ -308,6 +317,7 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
             "chat_template_kwargs",
             "generation_kwargs",
             "transformers_continuous_batching_config",
+            "reward_options",
         ):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -318,6 +328,11 @@ Set steps_per_generation=3, or num_generations to one of [2, 4].
                 setattr(self, name, value)
             if value is not None and not isinstance(value, dict):
                 raise ValueError(f"{name} must be a mapping, got {type(value).__name__}: {value!r}")
+
+        for name, options in (self.reward_options or {}).items():  # type: ignore[union-attr]
+            if not isinstance(options, dict):
+                raise ValueError(f"reward_options[{name!r}] is {options!r}; give a mapping from option to value")
+            check_option_names(options, f"reward_options[{name!r}]")
 
     def _check_choices(self) -> None:
         for name, legal in (

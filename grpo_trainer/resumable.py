@@ -127,7 +127,11 @@ class ResumableTrainer(Trainer):
         finally:
             self.is_in_train = False  # the Trainer says so only of a run that came to its end
             self._asked = 0
+            self._end_run()
         return output._replace(training_loss=self._mean_loss())
+
+    def _end_run(self) -> None:
+        """Gives back what only a run needs, however it ended."""
 
     def _take_up(self) -> None:
         """Goes on where the checkpoint was written: called when the Trainer has loaded its own part of it."""

@@ -253,6 +253,8 @@ class RolloutCollector:
             count_rollout(self.metrics, self.rewards.names, rewards, totals, shared[:, -3:], silent)
         for name, values in drawn.log.metrics.items():
             self.metrics.add(name, sum(values), len(values))
+        for name, count in drawn.log.troubles.items():  # completions of a rollout, over all processes
+            self.metrics.add(name, count, float(self.rank == 0))
         return drawn, Facts(rewards=rewards, silent=silent, num_tokens=int(shared[:, -3:-1].sum().item()))
 
     def credit(
@@ -354,6 +356,7 @@ class RolloutCollector:
                     ],
                     completion_ids=completions.ids,
                     trainer_state=self.trainer_state(),
+                    group_sizes=tuple(num_samples),
                 )
             )
         for name in log.metrics:
@@ -425,12 +428,19 @@ class RolloutCollector:
             local[:, -3] = torch.tensor([len(ids) for ids in drawn.completions.ids])
             local[:, -2] = torch.tensor(drawn.completions.finished)
         shared = self.gather(local)
-        if failure is not None:
-            raise failure
         failed = shared[:, -1].view(-1, count)[:, 0].nonzero().flatten().tolist()
         if failed:
-            raise RuntimeError(f"process {failed[0]} failed while collecting a rollout; its own message says why")
+            words = self._words_of(failed[0], failure)
+            if failure is not None:
+                raise failure
+            raise RuntimeError(f"process {failed[0]} failed while collecting a rollout: {words}")
         return self._group_major(shared)[:, :-1]
+
+    def _words_of(self, process: int, failure: Exception | None) -> str:
+        """What the failure of a process says, on every process, each of which comes here; 1000 bytes of it."""
+        said = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode(errors="replace")[:1000]
+        everyone = self.gather(torch.tensor(list(said.ljust(1000)), dtype=torch.uint8)).view(-1, 1000)
+        return bytes(everyone[process].tolist()).decode(errors="replace").strip()
 
     def _group_major(self, gathered: Tensor) -> Tensor:
         """(N, ...) by rank -> by row of the rollout."""

@@ -80,6 +80,19 @@ def cpu_has_fast_bf16() -> bool:
         return False
 
 
+def processor_share() -> int:
+    """The cores of this process.
+
+    Returns:
+        Those that it may use, divided by the ranks of this run on the same machine; at least 1.
+
+    Example:
+        >>> processor_share() >= 1
+        True
+    """
+    return max(1, _usable_cores() // _local_ranks())
+
+
 class HeapWatch:
     """Bounds the memory of a process whose freed memory is kept: call ``step`` after each optimizer step.
 
@@ -186,8 +199,7 @@ def _set_threads(threads: int | None) -> str:
     chosen = [name for name in _THREAD_VARIABLES if os.environ.get(name)]
     if chosen:
         return f"{now} CPU threads, as {' and '.join(chosen)} asks"
-    ranks = _local_ranks()
-    share = max(1, _usable_cores() // ranks)
+    ranks, share = _local_ranks(), processor_share()
     if now <= share:
         return ""
     torch.set_num_threads(share)

@@ -636,6 +636,10 @@ class GRPOTrainer(ResumableTrainer):
         if state.reference and self.collector.reference is not None:
             self.collector.reference.load_state_dict(state.reference)
 
+    def _end_run(self) -> None:
+        """Ends the workers of reward functions; an evaluation after the run starts new ones."""
+        self.collector.rewards.close()
+
     # --- evaluation -----------------------------------------------------------------------------------------------
 
     def sample(

@@ -277,11 +277,14 @@ def test_a_failure_on_one_process_is_told_to_the_others(collector):
         sent.append(t)
         return torch.cat([t, t])
 
+    def hear(t):
+        return torch.cat([t, sent.pop(0)])
+
     def broken(**kwargs):
         raise KeyError("nothing here")
 
     with pytest.raises(KeyError, match="nothing here"):
         collect(collector(broken, gather=keep, rank=1, layout=[range(4), range(4, 8)]))
-    other = collector(gather=lambda t: torch.cat([t, sent[0]]), layout=[range(4), range(4, 8)])
-    with pytest.raises(RuntimeError, match="process 1 failed while collecting a rollout"):
+    other = collector(gather=hear, layout=[range(4), range(4, 8)])
+    with pytest.raises(RuntimeError, match="process 1 failed while collecting a rollout: KeyError: 'nothing here'"):
         collect(other)

@@ -15,6 +15,15 @@ class RewardEntry:
         name: a registered name, or ``pkg.mod:fn``.
         weight: its weight in the sum.
         kwargs: keyword arguments that are bound to it.
+        isolation: where it is called: ``inline``, ``process`` or ``sandbox``. Here and below, ``declared`` leaves it as
+            the function declares.
+        time_limit: seconds of a call in a worker; null for no limit.
+        memory_limit: bytes of address space of a worker; null for no limit.
+        rows_per_call: completions per call; null for all.
+        on_error: what an exception or a crash means: ``raise``, ``none``, or the reward to give instead.
+        on_timeout: what it means that the time limit ran out.
+        group: call it once per group.
+        cache: score equal completions once.
     """
 
     __pydantic_config__: typing.ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -22,6 +31,19 @@ class RewardEntry:
     name: str
     weight: float = 1.0
     kwargs: dict[str, Any] = field(default_factory=dict)
+    isolation: Literal["inline", "process", "sandbox", "declared"] = "declared"
+    time_limit: float | Literal["declared"] | None = "declared"
+    memory_limit: int | Literal["declared"] | None = "declared"
+    rows_per_call: int | Literal["declared"] | None = "declared"
+    on_error: float | Literal["raise", "none", "declared"] = "declared"
+    on_timeout: float | Literal["raise", "none", "declared"] = "declared"
+    group: bool | Literal["declared"] = "declared"
+    cache: bool | Literal["declared"] = "declared"
+
+    def options(self) -> dict[str, Any]:
+        """How it is run, where the recipe says so."""
+        names = ("isolation", "time_limit", "memory_limit", "rows_per_call", "on_error", "on_timeout", "group", "cache")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != "declared"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +116,8 @@ class RecipeArguments:
         dataset_column_mapping: column -> its new name.
         dataset_prompt_column: column that holds the prompt.
         system_prompt: put before each prompt, which thereby becomes a conversation.
-        reward_funcs: one reward or several, each a name, ``pkg.mod:fn``, or a mapping of name, weight and kwargs.
+        reward_funcs: one reward or several, each a name, ``pkg.mod:fn``, or a mapping of name, weight,
+            kwargs, and how it is run.
         reward_model_name_or_path: a reward model, which comes before ``reward_funcs``.
         num_processes: the processes that the recipe is made for; another number is refused.
         env: environment variables, set before any library is loaded; those that are set already win.

@@ -11,6 +11,7 @@ from grpo_trainer.cli.errors import RecipeError
 from grpo_trainer.cli.recipe import Recipe, RecipeArguments
 from grpo_trainer.registry import resolve
 from grpo_trainer.rewards import REWARDS
+from grpo_trainer.rewards.options import with_options
 from grpo_trainer.trl_door import PEER_REWARDS, peer_reward
 
 
@@ -80,9 +81,12 @@ def build_rewards(recipe: Recipe) -> list[Callable[..., Any] | str]:
     known: dict[str, Callable[..., Any]] = {**dict.fromkeys(PEER_REWARDS, peer_reward), **REWARDS}
     try:
         functions = [
-            peer_reward(entry.name, **entry.kwargs)
-            if known.get(entry.name) is peer_reward
-            else resolve(import_path(entry.name), known, "reward", **entry.kwargs)
+            with_options(
+                peer_reward(entry.name, **entry.kwargs)
+                if known.get(entry.name) is peer_reward
+                else resolve(import_path(entry.name), known, "reward", **entry.kwargs),
+                **entry.options(),
+            )
             for entry in entries
         ]
     except (ValueError, ImportError) as error:

@@ -4,84 +4,50 @@ The contract is TRL's: a reward is called with keyword arguments ``prompts``, ``
 further column of the dataset (one entry per completion), ``trainer_state``, ``log_extra`` and ``log_metric``, and
 returns one number per completion, or None where it does not apply. None is never 0: a completion that no function could
 score stays out of its group's statistics.
+
+How each function is run is in its options: here, in worker processes, or in a sandbox; in one call or in several. The
+numbers and their order are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import functools
 import inspect
 import math
-import numbers
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from grpo_trainer.types import Row
-
-RewardFn = Callable[..., Any]
-"""``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, or a coroutine of one."""
-
-RESERVED = frozenset(
-    ("prompt", "completion", "completion_ids", "prompts", "completions", "trainer_state", "log_extra", "log_metric")
+from grpo_trainer.rewards.contract import (
+    RESERVED,
+    RewardError,
+    RewardFn,
+    RewardInputs,
+    RewardLog,
+    check_rewards,
+    reward_name,
 )
-"""Columns that are not handed on, since the contract uses their names."""
+from grpo_trainer.rewards.options import RewardOptions, options_of
+from grpo_trainer.rewards.pool import Reply, Task, WorkerPool
+from grpo_trainer.rewards.scoring import Pending, Reward, Rows, Scoring, plain_state
+from grpo_trainer.rewards.workers import start_pools
 
-
-class RewardError(ValueError):
-    """A reward function returned something that is not a reward."""
-
-
-@dataclass
-class RewardLog:
-    """What reward functions reported while they scored one batch.
-
-    Attributes:
-        extra: column -> one value per completion, for the completions table.
-        metrics: name -> values, averaged when they are logged.
-    """
-
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: dict[str, list[float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardInputs:
-    """One batch to score: N completions, each with the row that it answers.
-
-    Attributes:
-        rows: N dataset rows; the row of completion i, so a prompt's row stands once per completion.
-        completions: N texts, or N message lists for conversational prompts.
-        completion_ids: N lists of token ids.
-        trainer_state: the trainer's state, for rewards that change over a run.
-    """
-
-    rows: Sequence[Row]
-    completions: Sequence[Any]
-    completion_ids: Sequence[Sequence[int]]
-    trainer_state: Any = None
-
-    def keyword_arguments(self, log: RewardLog) -> dict[str, Any]:
-        """The arguments of the contract."""
-        columns: dict[str, None] = {}
-        for row in self.rows:
-            columns.update(dict.fromkeys(row))
-        extra = {c: [row.get(c) for row in self.rows] for c in columns if c not in RESERVED}
-        return {
-            **extra,
-            "prompts": [_own(row["prompt"]) for row in self.rows],
-            "completions": [_own(completion) for completion in self.completions],
-            "completion_ids": [list(ids) for ids in self.completion_ids],
-            "trainer_state": self.trainer_state,
-            "log_extra": functools.partial(_log_extra, log, len(self.rows)),
-            "log_metric": functools.partial(_log_metric, log),
-        }
+__all__ = [
+    "RESERVED",
+    "RewardError",
+    "RewardFn",
+    "RewardInputs",
+    "RewardLog",
+    "RewardSet",
+    "check_rewards",
+    "reward_name",
+]
 
 
 class RewardSet:
@@ -91,13 +57,19 @@ class RewardSet:
         functions: the functions, at least one.
         weights: one finite number per function; None weighs each with 1.
         names: one per function; None derives them. Names are made unique by a suffix, so no metric hides another.
+        options: how each is run; None: as each declares. Workers are started at once, if one needs them.
 
     Raises:
-        ValueError: if there is no function, one is not callable, or the number of weights or names differs.
+        ValueError: if there is no function, one is not callable or cannot be carried to a worker, or the number of
+            weights, names or options differs.
     """
 
     def __init__(
-        self, functions: Sequence[RewardFn], weights: Sequence[float] | None = None, names: Sequence[str] | None = None
+        self,
+        functions: Sequence[RewardFn],
+        weights: Sequence[float] | None = None,
+        names: Sequence[str] | None = None,
+        options: Sequence[RewardOptions] | None = None,
     ) -> None:
         if not functions:
             raise ValueError("reward_funcs is empty: give at least one reward function")
@@ -110,14 +82,21 @@ class RewardSet:
             )
         if weights is not None and not all(math.isfinite(w) for w in weights):
             raise ValueError(f"reward_weights must be finite numbers, got {list(weights)}")
-        if names is not None and len(names) != len(functions):
-            raise ValueError(f"{len(names)} names for {len(functions)} reward functions; give one each")
+        for what, given in (("names", names), ("options", options)):
+            if given is not None and len(given) != len(functions):
+                raise ValueError(f"{len(given)} {what} for {len(functions)} reward functions; give one each")
         self.functions = list(functions)
-        self.names = _unique(list(names) if names is not None else [reward_name(f) for f in functions])
+        self.names = unique_names(list(names) if names is not None else [reward_name(f) for f in functions])
         self.weights = torch.tensor([1.0] * len(functions) if weights is None else list(weights), dtype=torch.float64)
+        self.options = [options_of(f) for f in functions] if options is None else list(options)
+        self._rewards = [
+            Reward(name=n, function=f, options=o)
+            for n, f, o in zip(self.names, self.functions, self.options, strict=True)
+        ]
+        self._pools = start_pools(self._rewards)
 
     def score(self, inputs: RewardInputs) -> tuple[Tensor, RewardLog]:
-        """Calls every function on the batch.
+        """Calls every function on the batch: those with workers there, meanwhile the others here.
 
         Args:
             inputs: N completions.
@@ -126,25 +105,38 @@ class RewardSet:
             (N, R) rewards in float64, NaN where a function does not apply, and what the functions logged.
 
         Raises:
-            RewardError: if a function returns a wrong number of values, or a value that is not a finite number.
-            Exception: whatever a function raises, with a note that names the function.
+            RewardError: if a function returns a wrong number of values, or a value that is not a finite number; if a
+                call in a worker fails. Where the function's options say so, its reward is None or a number instead.
+            Exception: whatever a function raises here, with a note that names the function.
         """
+        scorings = [Scoring(reward, inputs) for reward in self._rewards]
+        away = _Away(self._pools, inputs)
+        pending: list[tuple[Scoring, Pending]] = []
+        try:
+            for scoring in scorings:
+                if scoring.reward.isolated:
+                    away.start(scoring, scoring.calls())
+            for scoring in scorings:
+                if not scoring.reward.isolated:
+                    # lists of its own: what a function does to them does not reach the next
+                    pending += [(scoring, each) for rows in scoring.calls() for each in scoring.call(rows)]
+            if pending:
+                _run(_gather([scoring.finish(each) for scoring, each in pending]))
+            away.wait()
+        except BaseException:
+            self.close()
+            for _, each in pending:
+                if inspect.iscoroutine(each.awaitable):
+                    each.awaitable.close()
+            raise
         log = RewardLog()
-        returned = []
-        for name, function in zip(self.names, self.functions, strict=True):
-            with _naming(name, len(inputs.rows)):
-                # lists of its own: what a function does to them does not reach the next
-                returned.append(function(**inputs.keyword_arguments(log)))
-        pending = {
-            i: _named(r, self.names[i], len(inputs.rows)) for i, r in enumerate(returned) if inspect.isawaitable(r)
-        }
-        if pending:
-            for i, values in zip(pending, _run(_gather(list(pending.values()))), strict=True):
-                returned[i] = values
-        columns = [
-            check_rewards(name, values, inputs.completions) for name, values in zip(self.names, returned, strict=True)
-        ]
+        columns = [scoring.report(log) for scoring in scorings]
         return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T.contiguous(), log
+
+    def close(self) -> None:
+        """Ends the workers, if there are any. The next batch starts new ones."""
+        for pool in self._pools.values():
+            pool.close()
 
     def combine(self, rewards: Tensor) -> Tensor:
         """The weighted sum over the functions that apply.
@@ -162,100 +154,57 @@ class RewardSet:
         return total.masked_fill(rewards.isnan().all(dim=1), math.nan)
 
 
-def reward_name(function: RewardFn) -> str:
-    """The name under which a function's figures are logged: its own, its wrapped function's, or its class's.
+class _Away:
+    """The calls of one batch that are made in workers."""
 
-    Args:
-        function: a function, a partial of one, or a callable object.
+    def __init__(self, pools: dict[str, WorkerPool], inputs: RewardInputs) -> None:
+        self._pools = pools
+        self._state = plain_state(inputs.trainer_state) if pools else None
+        self._tasks: dict[Future[Reply], tuple[Scoring, list[Rows]]] = {}
 
-    Returns:
-        The name.
+    def start(self, scoring: Scoring, calls: list[Rows]) -> None:
+        """Hands out calls: one at a time, or those of a coroutine function together, as they can wait together."""
+        pool = self._pools[scoring.reward.options.isolation]
+        share = -(-len(calls) // pool.size) if scoring.reward.asynchronous else 1
+        for first in range(0, len(calls), max(share, 1)):
+            self._submit(pool, scoring, calls[first : first + share])
 
-    Example:
-        >>> import functools
-        >>> def correct(completions, scale): ...
-        >>> reward_name(functools.partial(correct, scale=2))
-        'correct'
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    name = getattr(function, "__name__", None) or type(function).__name__
-    return "lambda" if name == "<lambda>" else name
-
-
-def check_rewards(name: str, values: Any, completions: Sequence[Any]) -> list[float]:
-    """The values that a function returned, as floats, NaN for None.
-
-    Args:
-        name: the function's name.
-        values: what it returned for ``completions``.
-        completions: the N completions, to show the one in question.
-
-    Returns:
-        N floats.
-
-    Raises:
-        RewardError: if it is not a sequence of N values, or a value is neither a finite number nor None.
-    """
-    count = len(completions)
-    if hasattr(values, "tolist"):
-        values = values.tolist()  # a tensor, a numpy array and the like
-    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Sequence):
-        raise RewardError(
-            f"reward function {name!r} returned {_short(values)} ({type(values).__name__}) for {count} completions; "
-            f"it must return a list of {count} numbers or None"
+    def _submit(self, pool: WorkerPool, scoring: Scoring, calls: list[Rows]) -> None:
+        options = scoring.reward.options
+        # what awaits in vain is ended call by call, in the worker; this is for what never comes back from the function
+        more = 1.0 if scoring.reward.asynchronous else 0.0
+        task = Task(
+            body=scoring.task(calls, self._state),
+            calls=len(calls),
+            time_limit=None if options.time_limit is None else options.time_limit + more,
+            memory_limit=options.memory_limit,
         )
-    if len(values) != count:
-        raise RewardError(
-            f"reward function {name!r} returned {len(values)} values for {count} completions; "
-            "it must return one per completion"
-        )
-    return [_check_value(name, row, value, completions[row]) for row, value in enumerate(values)]
+        self._tasks[pool.submit(task)] = (scoring, calls)
+
+    def wait(self) -> None:
+        """Takes replies until every call is settled."""
+        while self._tasks:
+            done, _ = wait(self._tasks, return_when=FIRST_COMPLETED)
+            for future in done:
+                scoring, calls = self._tasks.pop(future)
+                for rows in self._settle(scoring, calls, future.result()):
+                    self._submit(self._pools[scoring.reward.options.isolation], scoring, [rows])
+
+    @staticmethod
+    def _settle(scoring: Scoring, calls: list[Rows], reply: Reply) -> list[Rows]:
+        """Calls to make again."""
+        if reply.results is not None:
+            return [more for rows, one in zip(calls, reply.results, strict=True) for more in scoring.settle(rows, one)]
+        if len(calls) > 1:
+            return calls  # one of them has taken the others with it
+        return scoring.fail(calls[0], "timeouts") if reply.timeout else scoring.fail(calls[0], "errors", reply.crash)
 
 
-def _check_value(name: str, row: int, value: Any, completion: Any) -> float:
-    if value is None:
-        return math.nan
-    if isinstance(value, Tensor):
-        value = value.item() if value.numel() == 1 else value
-    elif hasattr(value, "item") and getattr(value, "size", 1) == 1:
-        value = value.item()  # a number of numpy's
-    problem = f"{_short(value)} ({type(value).__name__}), which is not a number"
-    if isinstance(value, numbers.Real):
-        try:
-            number = float(value)
-        except OverflowError:  # an integer beyond 1e308
-            number = math.inf
-        if math.isfinite(number):
-            return number
-        problem = f"{number}, which is not finite"
-    raise RewardError(
-        f"reward function {name!r} returned {problem}, for row {row}: {_short(completion)}. "
-        "Return None where the reward does not apply"
-    )
+async def _gather(awaitables: list[Any]) -> None:
+    await asyncio.gather(*awaitables)
 
 
-@contextlib.contextmanager
-def _naming(name: str, count: int) -> Iterator[None]:
-    """Adds to what is raised inside, which is the user's own error, whose function it was."""
-    try:
-        yield
-    except Exception as error:
-        note = f"raised by reward function {name!r}, while it scored {count} completions"
-        error.__dict__.setdefault("__notes__", []).append(note)  # add_note, which Python 3.10 lacks
-        raise
-
-
-async def _named(awaitable: Awaitable[Any], name: str, count: int) -> Any:
-    with _naming(name, count):
-        return await awaitable
-
-
-async def _gather(awaitables: list[Any]) -> list[Any]:
-    return list(await asyncio.gather(*awaitables))
-
-
-def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+def _run(coroutine: Coroutine[Any, Any, None]) -> None:
     """Runs a coroutine to its end, also where an event loop is already running (a notebook)."""
     try:
         asyncio.get_running_loop()
@@ -264,7 +213,7 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     outcome: dict[str, Any] = {}
     begun, done = threading.Event(), threading.Event()
 
-    async def cancellable() -> list[Any]:
+    async def cancellable() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         outcome["cancel"] = functools.partial(loop.call_soon_threadsafe, task.cancel)
@@ -295,23 +244,18 @@ def _run(coroutine: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     return outcome["value"]
 
 
-def _log_extra(log: RewardLog, count: int, column: str, values: Sequence[Any]) -> None:
-    if len(values) != count:
-        raise RewardError(f"log_extra({column!r}, ...) got {len(values)} values for {count} completions")
-    log.extra[column] = list(values)
-
-
-def _log_metric(log: RewardLog, name: str, value: float) -> None:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise RewardError(f"log_metric({name!r}, ...) got {_short(value)}, which is not a finite number")
-    log.metrics.setdefault(name, []).append(float(value))
-
-
-def _unique(names: list[str]) -> list[str]:
+def unique_names(names: list[str]) -> list[str]:
     """Names with ``_2``, ``_3``, … where one recurs.
 
-    >>> _unique(["a", "b", "a"])
-    ['a', 'b', 'a_2']
+    Args:
+        names: any.
+
+    Returns:
+        As many, none twice.
+
+    Example:
+        >>> unique_names(["a", "b", "a"])
+        ['a', 'b', 'a_2']
     """
     out: list[str] = []
     for name in names:
@@ -321,13 +265,3 @@ def _unique(names: list[str]) -> list[str]:
             candidate = f"{name}_{k}"
         out.append(candidate)
     return out
-
-
-def _own(value: Any) -> Any:
-    """A text, which cannot be changed, or a copy of messages, which could."""
-    return value if isinstance(value, str) else copy.deepcopy(value)
-
-
-def _short(value: Any, limit: int = 120) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
