@@ -49,6 +49,7 @@ MAX_PRINTED = 10_000
 TASK = struct.Struct("!QQdQ")  # length, number, time limit, memory limit; a limit of 0 is none
 REPLY = struct.Struct("!QQB")  # length, number, kind
 LENGTH = struct.Struct("!Q")
+ANSWERED = struct.Struct("!QB")  # of the runner: length, whether it should not be used again
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 
@@ -115,6 +116,7 @@ class Keeper:
         self.replies = replies
         self.once = once
         self._runner: tuple[int, int, int] | None = None  # process, its input, its output
+        self._used = False
 
     def serve(self) -> None:
         """Passes tasks on until there are no more."""
@@ -127,16 +129,25 @@ class Keeper:
                     return
                 length, number, seconds, _ = TASK.unpack(header)
                 body = _read(self.commands, length)
-                if body is None or (reply := self._ask(header + body, seconds)) is None:
+                if body is None:
                     return
-                kind, answer = reply
-                if kind != ANSWER or self.once or not self._alive():
+                used, self._used = self._used, True
+                reply = self._ask(header + body, seconds)
+                if reply is not None and reply[0] == CRASH and used:  # an earlier call may have broken it
+                    self._end_runner()
+                    self._runner = self._fork()
+                    reply = self._ask(header + body, seconds)
+                if reply is None:
+                    return
+                kind, answer, spoilt = reply
+                if spoilt or self.once:
                     self._end_runner()
                 _send(self.replies, number, kind, answer)
         finally:
             self._end_runner()
 
     def _fork(self) -> tuple[int, int, int]:
+        self._used = False
         task_out, task_in = os.pipe()
         reply_out, reply_in = os.pipe()
         keeper = os.getpid()
@@ -156,20 +167,21 @@ class Keeper:
         finally:
             os._exit(1)
 
-    def _ask(self, task: bytes, seconds: float) -> tuple[int, bytes] | None:
-        """The kind of the reply and what it says; None if the trainer is gone."""
+    def _ask(self, task: bytes, seconds: float) -> tuple[int, bytes, bool] | None:
+        """The kind of the reply, what it says, and whether the runner is of no use now; None: the trainer is gone."""
         assert self._runner is not None
         _, task_in, reply_out = self._runner
         deadline = time.monotonic() + seconds if seconds else None
         try:
             _write(task_in, task)
         except BrokenPipeError:
-            return CRASH, self._how_it_ended().encode()
+            return CRASH, self._how_it_ended().encode(), True
         got = bytearray()
-        while len(got) < LENGTH.size or len(got) < LENGTH.size + LENGTH.unpack_from(got)[0]:
+        head = ANSWERED.size
+        while len(got) < head or len(got) < head + ANSWERED.unpack_from(got)[0]:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                return TIMEOUT, b""
+                return TIMEOUT, b"", True
             readable, _, _ = select.select([reply_out, self.commands], [], [], left)
             if self.commands in readable:  # nothing is sent while a task runs: the trainer is gone
                 return None
@@ -177,17 +189,11 @@ class Keeper:
                 part = os.read(reply_out, 1 << 20)
                 got += part
                 if not part:
-                    return CRASH, self._how_it_ended().encode()
-                if len(got) > MAX_REPLY:
-                    return CRASH, f"it returned more than {MAX_REPLY >> 20} MiB".encode()
-        return ANSWER, bytes(got[LENGTH.size : LENGTH.size + LENGTH.unpack_from(got)[0]])
-
-    def _alive(self) -> bool:
-        """Whether the runner can serve another task."""
-        if self._runner is None or os.waitpid(self._runner[0], os.WNOHANG)[0] == 0:
-            return self._runner is not None
-        self._runner = (0, *self._runner[1:])
-        return False
+                    return CRASH, self._how_it_ended().encode(), True
+                if len(got) >= head and ANSWERED.unpack_from(got)[0] > MAX_REPLY:
+                    return CRASH, f"it returned more than {MAX_REPLY >> 20} MiB".encode(), True
+        length, spoilt = ANSWERED.unpack_from(got)
+        return ANSWER, bytes(got[head : head + length]), bool(spoilt)
 
     def _how_it_ended(self) -> str:
         """How a runner ended that closed its end of the pipe."""
@@ -241,8 +247,9 @@ def run(functions: Sequence[Any], commands: int, replies: int, *, once: bool) ->
             text = json.dumps(results)
         except ValueError as error:  # a whole number of thousands of digits
             text = json.dumps([{"error": f"ValueError: {error}", "trace": ""}] * len(results))
-        _write(replies, LENGTH.pack(len(text)) + text.encode())
-        if once or spoilt:
+        _write(replies, ANSWERED.pack(len(text), spoilt) + text.encode())
+        if once or spoilt:  # the keeper ends it
+            time.sleep(60)
             break
     os._exit(0)
 
