@@ -15,6 +15,7 @@ from grpo_trainer.cli.errors import RecipeError
 from grpo_trainer.cli.recipe import RecipeArguments, load_recipe
 from grpo_trainer.rewards.base import reward_name
 from grpo_trainer.rewards.maths import last_integer
+from grpo_trainer.rewards.options import options_of
 
 ROWS = [{"prompt": f"question {i}", "answer": i} for i in range(3)]
 CHECK = "num_generations: 2\nper_device_train_batch_size: 2\n"
@@ -72,6 +73,43 @@ def test_rewards_may_be_written_as_trl_writes_them(recipe_file):
     assert overlong(completion_ids=[[0] * n for n in (1024, 1152, 1280, 1281)]) == [0, -0.5, -1, -1]
     assert thinks(completions=[[{"content": "<think>\na\n</think>\nb"}], [{"content": "b"}]]) == [1.0, 0.0]
     assert own([], answer=[]) == []
+
+
+def test_a_reward_is_run_as_its_entry_says_and_its_function_stays_as_it_is(recipe_file):
+    text = (
+        "reward_funcs:\n  - last_integer\n  - {name: last_integer, isolation: process, time_limit: 2, on_error: none}"
+    )
+    text += (
+        "\n  - {name: last_integer, isolation: process, rows_per_call: 4, on_timeout: -0.5, cache: true, group: false}"
+    )
+    plain, limited, spread = build_rewards(load_recipe(recipe_file(text)))
+    assert plain is last_integer
+    assert options_of(plain) == options_of(last_integer)
+    assert options_of(limited) == options_of(
+        last_integer, isolation="process", time_limit=2.0, memory_limit=None, on_error="none"
+    )
+    assert (options_of(spread).rows_per_call, options_of(spread).on_timeout, options_of(spread).cache) == (
+        4,
+        -0.5,
+        True,
+    )
+    assert [reward_name(f) for f in (plain, limited, spread)] == ["last_integer"] * 3
+    assert limited(["19"], answer=[19]) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ("isolation: proces", "proces"),
+        ("time_limt: 2", "time_limt"),
+        ("rows_per_call: 0, isolation: process", "rows_per_call is 0; use a number above 0"),
+        ("isolation: inline, time_limit: 2", "set isolation to process or sandbox"),
+        ("on_error: zero", "zero"),
+    ],
+)
+def test_options_of_a_reward_that_are_not_legal_are_errors_of_the_recipe(recipe_file, entry, said):
+    with pytest.raises(RecipeError, match=said):
+        build_rewards(load_recipe(recipe_file(f"reward_funcs: {{name: last_integer, {entry}}}")))
 
 
 def test_a_tokenizer_and_a_template_of_ones_own(recipe_file, tmp_path, tiny_tokenizer):

@@ -15,7 +15,9 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +29,7 @@ import psutil
 import pytest
 import torch
 
+from grpo_trainer.rewards import workers
 from grpo_trainer.rewards.base import RewardError, RewardInputs, RewardSet
 from grpo_trainer.rewards.options import RewardOptions
 from grpo_trainer.rewards.pool import GRACE, WorkerPool
@@ -512,6 +515,73 @@ def test_what_a_completion_changes_is_gone_at_the_next_call_where_each_has_its_o
         rewards._pools["process"] = WorkerPool([carry("f", make())], size=1, once=once)
         assert rewards.score(batch(["a", "b", "c"]))[0][:, 0].tolist() == expected
         rewards.close()
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_workers_run_in_a_sandbox(monkeypatch, tmp_path):
+    """In a container of bubblewrap: no network, a file system that can only be read, no other processes in sight."""
+    contained = [
+        "bwrap",
+        "--unshare-all",
+        "--die-with-parent",
+        "--ro-bind",
+        "/",
+        "/",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+    ]
+    monkeypatch.setattr(workers, "sandbox_wrap", lambda folders, memory: lambda argv: [*contained, *argv])
+
+    def make(path, port, act):
+        def reward(completions, log_extra, **kwargs):
+            act(completions, **kwargs)
+            seen = []
+            try:
+                open(path, "w").close()
+            except OSError:
+                seen.append("no file")
+            try:
+                import socket
+
+                socket.create_connection(("127.0.0.1", port), timeout=1)
+            except OSError:
+                seen.append("no network")
+            if sum(name.isdigit() for name in os.listdir("/proc")) < 8:
+                seen.append("alone")
+            log_extra("seen", [", ".join(seen)])
+            return [float(len(c)) for c in completions]
+
+        return reward
+
+    options = RewardOptions(isolation="sandbox", rows_per_call=1, time_limit=LIMIT, on_error="none")
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as server:
+        function = make(f"{tmp_path}/x", server.getsockname()[1], make_hostile())
+        rewards = RewardSet([function], names=["f"], options=[options])
+        values, log = rewards.score(
+            batch(["a", "loop", "kills its parent", "leaves", "stops itself", "children", "ccc"])
+        )
+        rewards.close()
+    assert same(values[:, 0].tolist(), [1.0, NAN, NAN, NAN, NAN, NAN, 3.0])
+    assert log.troubles == {"rewards/f/timeouts": 3, "rewards/f/errors": 2}
+    assert {log.extra["seen"][i] for i in (0, -1)} == {"no file, no network, alone"}
+
+
+def test_a_sandbox_that_is_not_there_is_refused_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grpo_trainer.rewards.sandbox", None)
+    with pytest.raises(ValueError, match=r"isolation='sandbox' is not possible here: .*Set isolation='process' if"):
+        RewardSet([harmless], options=[RewardOptions(isolation="sandbox")])
+
+
+def test_a_sandboxed_function_is_carried_as_a_whole_unless_it_is_installed():
+    from grpo_trainer.rewards.carry import carry
+    from grpo_trainer.rewards.maths import last_integer
+
+    folders = workers.readable_folders()
+    assert len(carry("f", last_integer, folders)) < 200  # its name
+    with_code = carry("f", harmless, folders)
+    assert len(with_code) > len(carry("f", harmless)) and b"harmless" in with_code
 
 
 def test_without_rows_per_call_the_whole_batch_is_one_call_and_shares_its_fate():
