@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from grpo_trainer.rewards.judge import llm_judge
 from grpo_trainer.rewards.maths import last_integer
 
-REWARDS = {
+REWARDS: dict[str, Callable[..., Any]] = {
     "last_integer": last_integer,
+    "llm_judge": llm_judge,
 }
 """Every reward by name. A new one is a function in a module of this folder and a line here."""

@@ -49,17 +49,25 @@ class RewardModel:
             N scores.
         """
         texts = [self.render(p, c) for p, c in zip(prompts, completions, strict=True)]
+        if not texts:
+            return []
+        lengths = [len(ids) for ids in self.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        # texts of like length together, so that little is padding; the longest first, so that memory runs out at once
+        order = sorted(range(len(texts)), key=lambda row: -lengths[row])
         device = next(self.model.parameters()).device
-        scores: list[float] = []
+        scores = [0.0] * len(texts)
         self.model.eval()
         for start in range(0, len(texts), self.max_rows):
+            rows = order[start : start + self.max_rows]
             batch = self.tokenizer(
-                texts[start : start + self.max_rows],
+                [texts[row] for row in rows],
                 return_tensors="pt",
                 padding=True,
                 padding_side="right",
                 add_special_tokens=False,
             ).to(device)
             with torch.inference_mode():
-                scores += self.model(**batch).logits[:, 0].float().tolist()
+                found = self.model(**batch).logits[:, 0].float().tolist()
+            for row, score in zip(rows, found, strict=True):
+                scores[row] = score
         return scores

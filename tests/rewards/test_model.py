@@ -113,3 +113,17 @@ def test_it_is_a_reward_function_like_any_other(model, tiny_tokenizer):
     got, _ = rewards.score(batch)
     assert got[:, 0].tolist() == pytest.approx(reward(PROMPTS, COMPLETIONS), abs=1e-6)
     assert got[:, 1].tolist() == [1.0] * 4
+
+
+def test_texts_of_like_length_are_scored_together_and_keep_their_places(model, tiny_tokenizer):
+    texts = ["x" * n for n in (1, 8, 2, 7, 1, 8, 2, 7)]
+    alone = [RewardModel(model, tiny_tokenizer, plain, name="rm")([text], [""])[0] for text in texts]
+    shapes = []
+    model.register_forward_pre_hook(
+        lambda m, args, kwargs: shapes.append((tuple(kwargs["input_ids"].shape), int(kwargs["attention_mask"].sum()))),
+        with_kwargs=True,
+    )
+    together = RewardModel(model, tiny_tokenizer, plain, name="rm", max_rows=2)(texts, [""] * 8)
+    assert together == pytest.approx(alone, abs=1e-5)
+    # 36 tokens in 36 places; two by two as they come, they would take 2 * (8 + 7) * 2 = 60
+    assert shapes == [((2, n), 2 * n) for n in (8, 7, 2, 1)]
