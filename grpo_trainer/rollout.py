@@ -27,7 +27,8 @@ from grpo_trainer.policy.kl_coefficient import KLCoefficient
 from grpo_trainer.policy.modes import eval_mode
 from grpo_trainer.policy.parts import fitting, split
 from grpo_trainer.policy.scoring import completion_logprobs
-from grpo_trainer.rewards.base import RewardInputs, RewardLog, RewardSet
+from grpo_trainer.rewards.base import RewardLog, RewardSet
+from grpo_trainer.rewards.overlap import ScoredWhileDrawn
 from grpo_trainer.types import (
     AdvantageFn,
     Completions,
@@ -332,33 +333,24 @@ class RolloutCollector:
         prompts = [self.limit.fit(self.renderer(row, name), name) for row, name in zip(rows, names, strict=True)]
         for prompt, name in zip(prompts, names, strict=True):
             self._format.check(prompt, name)
-        with self.timed("time/generation"), self.progress(sum(num_samples)) as observer:
+        each_row = [row for row, n in zip(rows, num_samples, strict=True) for _ in range(n)]
+        each_prompt = [p for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
+        scored = ScoredWhileDrawn(
+            self.rewards, self.renderer.tokenizer, each_row, each_prompt, num_samples, self.trainer_state()
+        )
+        with scored, self.timed("time/generation"), self.progress(sum(num_samples)) as observer:
             completions = self.generator.generate(
                 [p.ids for p in prompts],
                 num_samples,
                 sampling or self.sampling,
                 seed=seed,
                 row_ids=row_ids,
-                observer=observer,
+                observer=scored.observer(observer),
             )
-        each_row = [row for row, n in zip(rows, num_samples, strict=True) for _ in range(n)]
-        each_prompt = [p for p, n in zip(prompts, num_samples, strict=True) for _ in range(n)]
         if len(completions) != len(each_row):
             raise ValueError(f"the generator returned {len(completions)} completions, {len(each_row)} were asked for")
-        texts = [self.renderer.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in completions.ids]
         with self.timed("time/rewards"):
-            rewards, log = self.rewards.score(
-                RewardInputs(
-                    rows=each_row,
-                    completions=[
-                        [{"role": "assistant", "content": text}] if prompt.conversational else text
-                        for prompt, text in zip(each_prompt, texts, strict=True)
-                    ],
-                    completion_ids=completions.ids,
-                    trainer_state=self.trainer_state(),
-                    group_sizes=tuple(num_samples),
-                )
-            )
+            texts, (rewards, log) = scored.finish(completions.ids)
         for name in log.metrics:
             if name in OWN_FIGURES or name.startswith(OWN_PREFIXES):
                 raise ValueError(f"log_metric({name!r}, ...) would be mixed with the trainer's own figure of that name")

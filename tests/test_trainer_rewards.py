@@ -79,7 +79,7 @@ class Says:
         tokenizer = tiny_tokenizer()
         self.ids = [tuple(tokenizer(text)["input_ids"]) for text in texts]
 
-    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None):
+    def generate(self, prompts, num_samples, sampling, *, seed, row_ids=None, observer=None):
         ids = tuple(self.ids[k % len(self.ids)] for n in num_samples for k in range(n))
         return Completions(ids=ids, finished=(True,) * len(ids))
 

@@ -109,29 +109,24 @@ class RewardSet:
                 call in a worker fails. Where the function's options say so, its reward is None or a number instead.
             Exception: whatever a function raises here, with a note that names the function.
         """
-        scorings = [Scoring(reward, inputs) for reward in self._rewards]
-        away = _Away(self._pools, inputs)
-        pending: list[tuple[Scoring, Pending]] = []
-        try:
-            for scoring in scorings:
-                if scoring.reward.isolated:
-                    away.start(scoring, scoring.calls())
-            for scoring in scorings:
-                if not scoring.reward.isolated:
-                    # lists of its own: what a function does to them does not reach the next
-                    pending += [(scoring, each) for rows in scoring.calls() for each in scoring.call(rows)]
-            if pending:
-                _run(_gather([scoring.finish(each) for scoring, each in pending]))
-            away.wait()
-        except BaseException:
-            self.close()
-            for _, each in pending:
-                if inspect.iscoroutine(each.awaitable):
-                    each.awaitable.close()
-            raise
-        log = RewardLog()
-        columns = [scoring.report(log) for scoring in scorings]
-        return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T.contiguous(), log
+        return self.begin(inputs).finish()
+
+    def begin(self, inputs: RewardInputs) -> Batch:
+        """A batch whose completions may come one group after the other.
+
+        Args:
+            inputs: N completions, which need not be there yet: what the sequences hold when their group is started, and
+                the others when the batch is finished, is what counts.
+
+        Returns:
+            The batch.
+        """
+        return Batch(self, [Scoring(reward, inputs) for reward in self._rewards], self._pools)
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether a worker can score a group while others are still being drawn."""
+        return any(reward.isolated and reward.piecewise for reward in self._rewards)
 
     def close(self) -> None:
         """Ends the workers, if there are any. The next batch starts new ones."""
@@ -152,6 +147,72 @@ class RewardSet:
             # one function after the other, so that equal rewards have equal totals to the last bit in every row
             total = total + (weight * column).nan_to_num(nan=0.0)
         return total.masked_fill(rewards.isnan().all(dim=1), math.nan)
+
+
+class Batch:
+    """A batch that is being scored.
+
+    Args:
+        rewards: the functions.
+        scorings: each function's part.
+        pools: workers, by kind of isolation.
+    """
+
+    def __init__(self, rewards: RewardSet, scorings: Sequence[Scoring], pools: dict[str, WorkerPool]) -> None:
+        self._rewards = rewards
+        self._scorings = scorings
+        self._inputs = scorings[0].inputs
+        self._away = _Away(pools, self._inputs)
+        sizes = [len(self._inputs.rows)] if self._inputs.group_sizes is None else self._inputs.group_sizes
+        self._groups = [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
+        self._early: set[int] = set()
+
+    def start(self, group: int) -> None:
+        """Hands a group whose completions are there to those workers that can score it without the rest of the batch.
+
+        Args:
+            group: its place in the batch.
+        """
+        self._early.add(group)
+        for scoring in self._scorings:
+            if scoring.reward.isolated and scoring.reward.piecewise:
+                self._away.start(scoring, scoring.calls([self._groups[group]]))
+
+    def finish(self) -> tuple[Tensor, RewardLog]:
+        """Scores what has not been started, and waits for all.
+
+        Returns:
+            As ``RewardSet.score``.
+
+        Raises:
+            Exception: as ``RewardSet.score``.
+        """
+        rest = [group for place, group in enumerate(self._groups) if place not in self._early]
+        pending: list[tuple[Scoring, Pending]] = []
+        try:
+            for scoring in self._scorings:
+                if scoring.reward.isolated:
+                    self._away.start(scoring, scoring.calls(rest if scoring.reward.piecewise else self._groups))
+            for scoring in self._scorings:
+                if not scoring.reward.isolated:
+                    # lists of its own: what a function does to them does not reach the next
+                    pending += [(scoring, each) for rows in scoring.calls(self._groups) for each in scoring.call(rows)]
+            if pending:
+                _run(_gather([scoring.finish(each) for scoring, each in pending]))
+            self._away.wait()
+        except BaseException:
+            self.abandon()
+            for _, each in pending:
+                if inspect.iscoroutine(each.awaitable):
+                    each.awaitable.close()
+            raise
+        log = RewardLog()
+        columns = [scoring.report(log) for scoring in self._scorings]
+        return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T.contiguous(), log
+
+    def abandon(self) -> None:
+        """Ends what workers are doing for this batch, and the workers with it."""
+        self._rewards.close()
 
 
 class _Away:

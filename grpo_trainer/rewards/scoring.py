@@ -61,6 +61,11 @@ class Reward:
         return self.isolated or self.options.on_error != "raise"
 
     @property
+    def piecewise(self) -> bool:
+        """Whether a part of a batch can be scored without the rest."""
+        return self.options.group or self.options.cache or self.options.rows_per_call is not None
+
+    @property
     def asynchronous(self) -> bool:
         """Whether calling it gives a coroutine."""
         function = inspect.unwrap(getattr(self.function, "func", self.function))
@@ -108,21 +113,24 @@ class Scoring:
 
     # --- calls ----------------------------------------------------------------------------------------------------
 
-    def calls(self) -> list[Rows]:
-        """The calls that are needed, in order; what is remembered is filled in."""
-        options, count = self.reward.options, len(self.inputs.rows)
-        if options.group:
-            assert self.inputs.group_sizes is not None
-            ends = [sum(self.inputs.group_sizes[: i + 1]) for i in range(len(self.inputs.group_sizes))]
-            units = [list(range(end - n, end)) for end, n in zip(ends, self.inputs.group_sizes, strict=True)]
-        elif options.rows_per_call is not None or options.cache:
-            units = [[row] for row in range(count)]
-        else:
-            return [list(range(count))]
+    def calls(self, groups: Sequence[Rows]) -> list[Rows]:
+        """The calls that are needed for some groups, in order; what is remembered is filled in.
+
+        Args:
+            groups: the completions of one prompt each; all of the batch if the function takes whole batches.
+
+        Returns:
+            The completions of each call.
+        """
+        options = self.reward.options
+        rows = [row for group in groups for row in group]
+        units = [list(group) for group in groups] if options.group else [[row] for row in rows]
         if options.cache:
             units = self._unknown(units)
         if options.group:
             return units
+        if not self.reward.piecewise:
+            return [rows]
         rows = [row for unit in units for row in unit]
         size = int(options.rows_per_call or max(len(rows), 1))
         return [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -308,7 +316,7 @@ class Scoring:
 
     def _unknown(self, units: list[Rows]) -> list[Rows]:
         """Those completions or groups that have to be scored, each kind once; the others are filled in."""
-        cache = self.reward.cache
+        cache, new = self.reward.cache, []
         for unit in units:
             key = _key(self.inputs.data(self._columns, unit))
             if key in cache:
@@ -317,9 +325,11 @@ class Scoring:
                 for row, value in zip(unit, values, strict=True):
                     self.values[row] = value
                 self._fill(unit, extra)
-            else:
-                self._keys.setdefault(key, []).append(unit)
-        return [places[0] for places in self._keys.values()]
+                continue
+            if key not in self._keys:
+                new.append(unit)
+            self._keys.setdefault(key, []).append(unit)
+        return new
 
     def _remember(self) -> None:
         cache = self.reward.cache

@@ -161,6 +161,10 @@ class Keeper:
                 os.close(descriptor)
             os.setpgid(0, 0)  # a group of its own, which can be killed as a whole
             _prctl(_PR_SET_DUMPABLE, 1)
+            with contextlib.suppress(ImportError, ValueError, OSError):
+                import resource
+
+                resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash writes no file
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() == keeper:
                 run(self.functions, task_out, reply_in, once=self.once)
@@ -198,7 +202,7 @@ class Keeper:
     def _how_it_ended(self) -> str:
         """How a runner ended that closed its end of the pipe."""
         assert self._runner is not None
-        for _ in range(100):
+        for _ in range(2000):  # on a busy machine it takes a while from its last breath to its end
             process, status = os.waitpid(self._runner[0], os.WNOHANG)
             if process:
                 self._runner = (0, *self._runner[1:])

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib
 import json
 import logging
 import math
@@ -31,6 +32,7 @@ import torch
 
 from grpo_trainer.rewards import workers
 from grpo_trainer.rewards.base import RewardError, RewardInputs, RewardSet
+from grpo_trainer.rewards.carry import carry
 from grpo_trainer.rewards.options import RewardOptions
 from grpo_trainer.rewards.pool import GRACE, WorkerPool
 from grpo_trainer.rewards.workers import start_pools
@@ -225,22 +227,6 @@ def make_objects():
     return Grader(0.25), Grader(0.25).grade, AsyncGrader()
 
 
-def scaled(completions, scale=1.0, **kwargs):
-    return [scale * len(c) for c in completions]
-
-
-async def in_async(completions, **kwargs):
-    await asyncio.sleep(0)
-    return [float(len(c)) for c in completions]
-
-
-FACTOR = 3.0
-
-
-def with_a_global(completions, **kwargs):
-    return [FACTOR * len(c) for c in completions]
-
-
 def closure(scale):
     return lambda completions, **kwargs: [scale * len(c) for c in completions]
 
@@ -267,15 +253,44 @@ def test_a_worker_gives_the_numbers_of_a_call_here_in_the_same_order(function, r
     assert log.troubles == {"rewards/f/timeouts": 0, "rewards/f/errors": 0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "function",
-    [scaled, functools.partial(scaled, scale=2.0), in_async, with_a_global],
-    ids=["f", "partial", "async", "g"],
-)
-def test_a_function_of_a_module_is_imported_there(function):
+MODULE = """
+FACTOR = 3.0
+
+
+def scaled(completions, scale=1.0, **kwargs):
+    return [scale * len(c) for c in completions]
+
+
+async def in_async(completions, **kwargs):
+    return scaled(completions)
+
+
+def with_a_global(completions, **kwargs):
+    return [FACTOR * len(c) for c in completions]
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of the user's, in a folder of his own."""
+    (tmp_path / "users_rewards.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("users_rewards")
+    del sys.modules["users_rewards"]
+
+
+def test_a_function_of_a_module_is_imported_there(module):
     inputs = batch(["a", "bbb", ""])
-    assert one(function, inputs)[0] == RewardSet([function]).score(inputs)[0][:, 0].tolist()
+    for function in (module.scaled, functools.partial(module.scaled, scale=2.0), module.in_async, module.with_a_global):
+        assert len(carry("f", function)) < 300  # its name, not its code
+        assert one(function, inputs)[0] == RewardSet([function]).score(inputs)[0][:, 0].tolist()
+
+
+def test_a_function_of_a_module_that_is_found_nowhere_is_carried_as_a_whole(module, monkeypatch):
+    monkeypatch.setattr(sys, "path", sys.path[1:])
+    inputs = batch(["a", "bbb", ""])
+    for function in (module.with_a_global, module.in_async):
+        assert one(function, inputs)[0] == RewardSet([function]).score(inputs)[0][:, 0].tolist()
 
 
 def test_several_functions_keep_their_columns_and_work_at_the_same_time():
@@ -464,8 +479,6 @@ def hostile(completions, isolation, **options):
     """Scores with the hostile function; ``once`` is a process of its own for each call, as in a sandbox."""
     rewards = RewardSet([make_hostile()], names=["f"], options=[RewardOptions(isolation="process", **options)])
     if isolation == "once":
-        from grpo_trainer.rewards.carry import carry
-
         rewards.close()
         rewards._pools["process"] = WorkerPool([carry("f", make_hostile())], size=2, once=True)
     try:
@@ -506,8 +519,6 @@ def test_what_a_completion_changes_is_gone_at_the_next_call_where_each_has_its_o
             return [float(state["times"])] * len(completions)
 
         return reward
-
-    from grpo_trainer.rewards.carry import carry
 
     for once, expected in ((True, [1.0, 1.0, 1.0]), (False, [1.0, 2.0, 3.0])):
         rewards = RewardSet([make()], options=[RewardOptions(isolation="process", rows_per_call=1)])
@@ -574,14 +585,12 @@ def test_a_sandbox_that_is_not_there_is_refused_when_it_is_asked_for(monkeypatch
         RewardSet([harmless], options=[RewardOptions(isolation="sandbox")])
 
 
-def test_a_sandboxed_function_is_carried_as_a_whole_unless_it_is_installed():
-    from grpo_trainer.rewards.carry import carry
+def test_a_sandboxed_function_is_carried_as_a_whole_unless_it_is_installed(module):
     from grpo_trainer.rewards.maths import last_integer
 
     folders = workers.readable_folders()
     assert len(carry("f", last_integer, folders)) < 200  # its name
-    with_code = carry("f", harmless, folders)
-    assert len(with_code) > len(carry("f", harmless)) and b"harmless" in with_code
+    assert len(carry("f", module.scaled)) < 200 < len(carry("f", module.scaled, folders))
 
 
 def test_without_rows_per_call_the_whole_batch_is_one_call_and_shares_its_fate():

@@ -1,0 +1,165 @@
+"""Groups are scored while others are being drawn, with the numbers of a batch that is scored at once."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import psutil
+import pytest
+
+from grpo_trainer.generation.base import Observer
+from grpo_trainer.rewards.base import RewardInputs, RewardSet
+from grpo_trainer.rewards.options import RewardOptions
+from grpo_trainer.rewards.overlap import ScoredWhileDrawn
+from grpo_trainer.types import Prompt
+
+TEXTS = ["a", "bb", "ccc", "a", "bb", "eeeee", "a"]
+SIZES = [3, 2, 2]
+
+
+class Tokenizer:
+    def decode(self, ids, skip_special_tokens):
+        return "".join(map(chr, ids))
+
+
+def ids(text):
+    return tuple(map(ord, text))
+
+
+def while_drawn(rewards, conversational=False):
+    prompts = [Prompt(ids=(1,), text="p", conversational=conversational)] * len(TEXTS)
+    rows = [{"prompt": "p", "answer": i} for i in range(len(TEXTS))]
+    return ScoredWhileDrawn(rewards, Tokenizer(), rows, prompts, SIZES, None)
+
+
+def tell(observer, order):
+    """Tells of completions, each by its place in the batch, in some order."""
+    firsts = [sum(SIZES[:i]) for i in range(len(SIZES))]
+    for row in order:
+        prompt = max(i for i, first in enumerate(firsts) if first <= row)
+        observer.finished(prompt, row - firsts[prompt], ids(TEXTS[row]), True)
+
+
+def make():
+    def reward(completions, answer, log_extra, log_metric, **kwargs):
+        log_extra("with", [len(completions)] * len(completions))
+        return [len(c) + 10.0 * a for c, a in zip(completions, answer, strict=True)]
+
+    def of_text(completions, completion_ids, **kwargs):
+        return [float(len(i) + len(set(c))) for c, i in zip(completions, completion_ids, strict=True)]
+
+    return [reward, of_text, lambda completions, **kwargs: [float(len(c)) for c in completions]]
+
+
+ORDERS = {"in order": range(7), "from the end": range(6, -1, -1), "mixed": [6, 0, 3, 1, 4, 5, 2], "some": [3, 4, 0]}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "options", [{"group": True}, {"rows_per_call": 2}, {"cache": True, "rows_per_call": 1}, {}], ids=str
+)
+def test_the_numbers_are_those_of_a_batch_that_is_scored_at_once(options, order):
+    def built():
+        # the second is a function of the text alone, which recurs in other groups
+        limits = [RewardOptions(isolation="process", time_limit=60, **each) for each in ({"rows_per_call": 2}, options)]
+        return RewardSet(make(), options=[*limits, RewardOptions()])
+
+    rewards = built()
+    with while_drawn(rewards) as scored:
+        tell(scored.observer(None), ORDERS[order])
+    texts, (early, log) = scored.finish([ids(t) for t in TEXTS])
+    rewards.close()
+    expected, _ = RewardSet(make()).score(
+        RewardInputs(
+            rows=[{"prompt": "p", "answer": i} for i in range(len(TEXTS))],
+            completions=TEXTS,
+            completion_ids=[ids(t) for t in TEXTS],
+        )
+    )
+    assert texts == TEXTS
+    assert early.tolist() == expected.tolist()
+    assert None not in log.extra["with"]
+
+
+def test_a_group_is_scored_before_the_next_is_drawn(tmp_path):
+    def make_waiting(folder):
+        def reward(completions, **kwargs):
+            open(f"{folder}/{completions[0]}", "w").close()
+            return [float(len(completions))] * len(completions)
+
+        return reward
+
+    options = RewardOptions(isolation="process", time_limit=60, group=True)
+    rewards = RewardSet([make_waiting(str(tmp_path))], options=[options])
+    with while_drawn(rewards) as scored:
+        tell(scored.observer(Observer()), [5, 6])
+        while not os.path.exists(tmp_path / "eeeee"):  # what is not scored now would never be
+            time.sleep(0.01)
+        assert sorted(os.listdir(tmp_path)) == ["eeeee"]
+    _, (values, _) = scored.finish([ids(t) for t in TEXTS])
+    rewards.close()
+    assert values[:, 0].tolist() == [3.0] * 3 + [2.0] * 4
+
+
+def test_an_observer_is_told_all_the_same_and_left_alone_where_nothing_can_begin():
+    class Notes(Observer):
+        def __init__(self):
+            self.said = []
+
+        def tick(self, tokens):
+            self.said.append(tokens)
+
+        def finished(self, prompt, completion, ids, ended):
+            self.said.append((prompt, completion, ids, ended))
+
+    notes = Notes()
+    here = RewardSet(make())
+    assert while_drawn(here).observer(notes) is notes and while_drawn(here).observer(None) is None
+    rewards = RewardSet(make()[:1], options=[RewardOptions(isolation="process", rows_per_call=1)])
+    with while_drawn(rewards) as scored:
+        observer = scored.observer(notes)
+        observer.tick(3)
+        tell(observer, [4])
+    rewards.close()
+    assert notes.said == [3, (1, 1, ids("bb"), True)]
+
+
+def test_messages_are_scored_as_messages():
+    def seen(completions, **kwargs):
+        return [
+            float(c == [{"role": "assistant", "content": t}]) for c, t in zip(completions, kwargs["texts"], strict=True)
+        ]
+
+    rewards = RewardSet([seen], options=[RewardOptions(isolation="process", group=True)])
+    prompts = [Prompt(ids=(1,), text="p", conversational=True)] * 7
+    rows = [{"prompt": [], "texts": t} for t in TEXTS]
+    with ScoredWhileDrawn(rewards, Tokenizer(), rows, prompts, SIZES, None) as scored:
+        tell(scored.observer(None), [3, 4])
+    _, (values, _) = scored.finish([ids(t) for t in TEXTS])
+    rewards.close()
+    assert values[:, 0].tolist() == [1.0] * 7
+
+
+def test_an_engine_that_returns_another_completion_than_it_told_is_refused():
+    rewards = RewardSet(make()[:1], options=[RewardOptions(isolation="process", rows_per_call=1)])
+    with while_drawn(rewards) as scored:
+        tell(scored.observer(None), range(7))
+    with pytest.raises(ValueError, match="returned another completion 2 than it told"):
+        scored.finish([ids(t) for t in [*TEXTS[:2], "other", *TEXTS[3:]]])
+    rewards.close()
+
+
+def test_what_ends_the_drawing_ends_the_scoring():
+    def make_slow():
+        def reward(completions, **kwargs):
+            while True:
+                pass
+
+        return reward
+
+    rewards = RewardSet([make_slow()], options=[RewardOptions(isolation="process", group=True)])
+    with pytest.raises(KeyboardInterrupt), while_drawn(rewards) as scored:
+        tell(scored.observer(None), [3, 4])
+        raise KeyboardInterrupt
+    assert psutil.Process().children(recursive=True) == []
