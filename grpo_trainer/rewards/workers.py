@@ -14,6 +14,8 @@ from grpo_trainer.rewards.pool import WorkerPool, Wrap
 from grpo_trainer.rewards.scoring import Reward
 from grpo_trainer.runtime import processor_share
 
+LEAST_WORKERS = 2
+"""Also on one core: while one runs into its time limit, another goes on."""
 WORKER_SECONDS = 30 * 86_400.0
 """Processor seconds of a sandboxed worker, which serves a whole run; a call's own limit is its ``time_limit``."""
 WORKER_MEMORY = 8 << 30
@@ -25,7 +27,7 @@ WORKER_FILE = 64 << 20
 
 
 def start_pools(rewards: Sequence[Reward]) -> dict[str, WorkerPool]:
-    """One pool for each kind of isolation that a function asks for, with as many workers as this process has cores.
+    """One pool for each kind of isolation that a function asks for: a worker for each core of this process.
 
     Args:
         rewards: the functions; each is told its place among those of its pool.
@@ -53,7 +55,7 @@ def start_pools(rewards: Sequence[Reward]) -> dict[str, WorkerPool]:
         memory = max([WORKER_MEMORY, *(reward.options.memory_limit or 0 for reward in mine)])
         pools[isolation] = WorkerPool(
             [carry(reward.name, reward.function, folders) for reward in mine],
-            size=processor_share(),
+            size=max(LEAST_WORKERS, processor_share()),
             once=once,
             wrap=sandbox_wrap(folders, memory) if folders is not None else None,
             imports=[name for reward in mine for name in reward.options.imports],

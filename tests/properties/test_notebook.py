@@ -68,6 +68,29 @@ def test_the_notebook_is_small_and_has_the_outputs_of_a_run():
 
 
 @pytest.mark.slow
+def test_a_function_of_a_notebook_runs_in_a_worker_also_after_its_cell_was_changed(tmp_path):
+    cells = [
+        "from grpo_trainer.rewards.base import RewardInputs, RewardSet\n"
+        "from grpo_trainer.rewards.options import RewardOptions\n"
+        "scale = 2.0\n"
+        "def score():\n"
+        "    rewards = RewardSet([reward], options=[RewardOptions(isolation='process', time_limit=60)])\n"
+        "    batch = RewardInputs(rows=[{'prompt': 'p'}], completions=['abc'], completion_ids=[[1]])\n"
+        "    values = rewards.score(batch)[0].tolist()\n"
+        "    rewards.close()\n"
+        "    return values",
+        "def reward(completions, **kwargs):\n    return [scale * len(c) for c in completions]",
+        "score()",
+        "async def reward(completions, **kwargs):\n    return [scale + len(c) for c in completions]",
+        "score()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert [notebook.cells[i].outputs[-1]["data"]["text/plain"] for i in (2, 4)] == ["[[6.0]]", "[[5.0]]"]
+
+
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
     """A copy, so that its outputs and what it writes stay out of the repository."""
     copy = shutil.copy(NOTEBOOK, tmp_path)

@@ -127,9 +127,8 @@ def test_an_observer_is_told_all_the_same_and_left_alone_where_nothing_can_begin
 
 def test_messages_are_scored_as_messages():
     def seen(completions, **kwargs):
-        return [
-            float(c == [{"role": "assistant", "content": t}]) for c, t in zip(completions, kwargs["texts"], strict=True)
-        ]
+        expected = [[{"role": "assistant", "content": text}] for text in kwargs["texts"]]
+        return [float(c == e) for c, e in zip(completions, expected, strict=True)]
 
     rewards = RewardSet([seen], options=[RewardOptions(isolation="process", group=True)])
     prompts = [Prompt(ids=(1,), text="p", conversational=True)] * 7

@@ -375,7 +375,7 @@ def test_a_coroutine_that_blocks_its_worker_costs_its_own_completion_only():
 def test_what_is_logged_in_workers_comes_in_the_order_of_the_batch():
     def make():
         def reward(completions, log_extra, log_metric, **kwargs):
-            time.sleep(0.05 * (completions[0] == "a"))  # the first call ends last
+            time.sleep(0.3 * (completions[0] == "a"))  # the first call ends last
             log_extra("seen", [c.upper() for c in completions])
             log_extra("kind", [{"n": np.int64(len(c)), "where": (Path("x"), None)} for c in completions])
             log_metric("length", np.float32(len(completions[0])))
