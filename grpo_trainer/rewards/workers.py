@@ -89,7 +89,8 @@ def sandbox_wrap(folders: Sequence[Path], memory: int) -> Wrap:
     """
     try:
         sandbox = importlib.import_module("grpo_trainer.rewards.sandbox")
-    except ImportError as error:
+        sandbox.require_sandbox()
+    except (ImportError, RuntimeError) as error:
         raise ValueError(
             f"isolation='sandbox' is not possible here: {error}. Set isolation='process' if the function runs no text "
             "that a model has written"
