@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from grpo_trainer.rewards.judge import llm_judge
+from grpo_trainer.rewards.math_answer import math_answer
 from grpo_trainer.rewards.maths import last_integer
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "last_integer": last_integer,
     "llm_judge": llm_judge,
+    "math_answer": math_answer,
 }
 """Every reward by name. A new one is a function in a module of this folder and a line here."""

@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_trainer.rewards.text import text_of
+
 _NUMBER = re.compile(
     r"""
     (?P<sign>(?<!\w)[-\u2212])?                            # a minus, unless it follows a digit or a word: 20-7
@@ -58,7 +60,7 @@ def last_integer(completions: Sequence[Any], answer: Sequence[Any], **kwargs: An
                 f"last_integer: the answer of row {row} is {right!r}, not an integer; "
                 "give the column `answer` integers, or None where this reward does not apply"
             )
-        rewards.append(float(_last_integer(_text(completion)) == expected))
+        rewards.append(float(_last_integer(text_of(completion)) == expected))
     return rewards
 
 
@@ -77,11 +79,3 @@ def _last_integer(text: str) -> str | None:
         return None
     digits = last["whole"].replace(",", "").lstrip("0") or "0"
     return f"-{digits}" if last["sign"] and digits != "0" else digits
-
-
-def _text(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else None
-    return content if isinstance(content, str) else ""
