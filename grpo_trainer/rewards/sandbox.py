@@ -1,0 +1,530 @@
+"""Programs that nobody vouches for, run by bubblewrap: no network, nothing to write to, no other process to see.
+
+::
+
+    env -i  [bwrap, setpriv: only if root runs this, see below]  bwrap: namespaces and files  prlimit  sh  argv
+
+What a program in the sandbox has: ``/usr`` and the folders given as ``readable``, read-only; ``/tmp`` and ``/dev/shm``
+of limited size, in memory, gone afterwards; a ``/proc`` with its own processes; no network, not even the host's
+loopback; no capability, no new privileges and no namespaces of its own; an environment of five variables.
+
+- ``env -i`` comes first since ``/proc/1/environ`` shows the environment that bwrap itself was started with.
+- ``prlimit`` comes last since inside a user namespace the number of processes is counted there; outside, it would count
+  every process of the user.
+- ``sh`` is the first process of the sandbox; with it the kernel ends all others.
+- For root the kernel counts no processes at all, so root becomes nobody first. What only root can read (a Python below
+  ``/root``) is then brought in by a bwrap around that, which runs as root and only mounts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NOBODY = 65534
+"""User and group that a program in the sandbox runs as, if root starts it."""
+
+INSTALL = "Install bubblewrap (Debian, Ubuntu: apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store")
+_CONFIGURATION = ("/etc/alternatives", "/etc/ld.so.cache")
+_ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",  # a thread counts as a process
+    "OPENBLAS_NUM_THREADS": "1",
+}
+_INIT = ("sh", "-c", '"$@"; exit $?', "sh")
+"""The sandbox's first process, which nothing in it can kill. bwrap's own would be left to the system's init as a
+zombie, and in a container that may be a program that reaps none."""
+_CHUNK = 1 << 16
+_WATCH_SECONDS = 0.05
+
+
+class SandboxError(RuntimeError):
+    """There is no sandbox on this machine, or it did not start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use.
+
+    Attributes:
+        seconds: wall seconds, which `run_sandboxed` enforces; the processor seconds of each process are limited to the
+            same, rounded up, plus one.
+        memory_bytes: address space of each process; `run_sandboxed` ends a program whose processes together are
+            resident in more.
+        processes: processes and threads at a time.
+        file_bytes: size of a file, and of all files together.
+        output_bytes: bytes of standard output, and of standard error, after which `run_sandboxed` ends the program.
+
+    Raises:
+        ValueError: if one is not a number above 0.
+    """
+
+    seconds: float = 5.0
+    memory_bytes: int = 512 << 20
+    processes: int = 8
+    file_bytes: int = 16 << 20
+    output_bytes: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; use a finite number above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """How a program ended.
+
+    Attributes:
+        returncode: as the shell has it, 128 + signal for a program that a signal ended; negative if the sandbox itself
+            was ended, which is so if a limit ran out.
+        stdout: at most ``output_bytes`` of it.
+        stderr: at most ``output_bytes`` of it.
+        timed_out: the seconds ran out.
+        output_exceeded: it wrote more than ``output_bytes``.
+        memory_exceeded: its processes together were resident in more than ``memory_bytes``.
+        seconds: wall seconds.
+    """
+
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    output_exceeded: bool = False
+    memory_exceeded: bool = False
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself, with 0, within all limits."""
+        return self.returncode == 0 and not (self.timed_out or self.output_exceeded or self.memory_exceeded)
+
+
+def sandbox_command(
+    argv: Sequence[str],
+    *,
+    limits: Limits,
+    readable: Sequence[str | os.PathLike[str]] = (),
+    hidden: Sequence[str | os.PathLike[str]] = (),
+    environment: Mapping[str, str] | None = None,
+    files: Mapping[str, int] | None = None,
+    status_fd: int | None = None,
+) -> list[str]:
+    """The command that runs a command in the sandbox.
+
+    Whoever starts it sees to wall time and output. To end it, kill its process group with SIGKILL: then everything in
+    the sandbox is killed by the kernel.
+
+    Args:
+        argv: the command; its program is looked up in the sandbox.
+        limits: what it may use.
+        readable: files and folders that it may read besides the system's; those that do not exist are left out.
+        hidden: folders that are empty in the sandbox.
+        environment: variables besides the five that are set.
+        files: path in the sandbox -> descriptor of the file that is copied there, read-only and executable.
+        status_fd: descriptor to which bwrap writes ``{"child-pid": N, …}``.
+
+    Returns:
+        The command. Nothing is checked here, see `require_sandbox`.
+    """
+    fences = _fences()
+    outer: list[str] = []
+    mounts = [word for path in _SYSTEM for word in _system_mount(path)]
+    mounts += [word for path in _CONFIGURATION for word in ("--ro-bind-try", path, path)]
+    paths = _outermost([os.path.abspath(path) for path in readable if os.path.exists(path)])
+    if os.geteuid() == 0:
+        carried = [f"/tmp/{index}" for index in range(len(paths))]
+        if paths:
+            outer = ["bwrap", "--dev-bind", "/", "/", "--perms", "0755", "--tmpfs", "/tmp"]
+            outer += [word for path, place in zip(paths, carried, strict=True) for word in ("--ro-bind", path, place)]
+            outer += ["--die-with-parent", "--"]
+        drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--pdeathsig=SIGKILL"]
+        outer += drop
+    else:
+        carried = paths
+    inner = ["bwrap", "--unshare-all", *fences, "--die-with-parent", "--new-session", "--cap-drop", "ALL", *mounts]
+    inner += ["--as-pid-1", "--proc", "/proc", "--dev", "/dev"]
+    size = str(int(limits.file_bytes))
+    for folder in ("/tmp", "/dev/shm"):
+        inner += ["--perms", "1777", "--size", size, "--tmpfs", folder]
+    inner += [word for place, path in zip(carried, paths, strict=True) for word in ("--ro-bind", place, path)]
+    for secret in hidden:
+        if os.path.isdir(secret):
+            inner += ["--perms", "0555", "--size", "4096", "--tmpfs", os.path.realpath(secret)]
+    for path, descriptor in (files or {}).items():
+        inner += ["--perms", "0555", "--ro-bind-data", str(descriptor), path]
+    inner += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
+    for key, value in {**_ENVIRONMENT, **(environment or {})}.items():
+        inner += ["--setenv", key, value]
+    if status_fd is not None:
+        inner += ["--json-status-fd", str(status_fd)]
+    return ["env", "-i", f"PATH={_ENVIRONMENT['PATH']}", *outer, *inner, "--", *_limited([*_INIT, *argv], limits)]
+
+
+def run_sandboxed(
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    limits: Limits | None = None,
+    readable: Sequence[str | os.PathLike[str]] = (),
+    hidden: Sequence[str | os.PathLike[str]] = (),
+    environment: Mapping[str, str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    descriptors: Sequence[int] = (),
+) -> Result:
+    """Runs a command in the sandbox and waits until it, and everything that it started, is gone.
+
+    No thread is started and no file is written.
+
+    Args:
+        argv: the command.
+        stdin: its standard input.
+        limits: what it may use; None takes the defaults of `Limits`.
+        readable: files and folders that it may read besides the system's.
+        hidden: folders that are empty in the sandbox.
+        environment: variables besides the five that are set.
+        files: path in the sandbox -> content; read-only and executable.
+        descriptors: open descriptors that it inherits, under the same numbers.
+
+    Returns:
+        How it ended.
+
+    Raises:
+        SandboxError: if the sandbox does not start.
+    """
+    limits = limits or Limits()
+    with contextlib.ExitStack() as stack:
+        held = {path: _memory_file(stack, content) for path, content in (files or {}).items()}
+        status_in, status_out = os.pipe()
+        stack.callback(os.close, status_in)
+        with contextlib.ExitStack() as ours:
+            ours.callback(os.close, status_out)
+            command = sandbox_command(
+                argv,
+                limits=limits,
+                readable=readable,
+                hidden=hidden,
+                environment=environment,
+                files=held,
+                status_fd=status_out,
+            )
+            program = _Program(command, [*held.values(), status_out, *descriptors])
+        return program.finish(stdin, limits, status_in)
+
+
+def run_unconfined(
+    argv: Sequence[str],
+    *,
+    stdin: bytes = b"",
+    limits: Limits | None = None,
+    folder: str,
+    descriptors: Sequence[int] = (),
+) -> Result:
+    """Runs a command as this user, with all that this user may do; only the limits of `Limits` hold.
+
+    What it starts and takes out of its process group outlives it.
+
+    Args:
+        argv: the command.
+        stdin: its standard input.
+        limits: what it may use; ``processes`` is not enforced.
+        folder: where it runs.
+        descriptors: open descriptors that it inherits.
+
+    Returns:
+        How it ended.
+    """
+    limits = limits or Limits()
+    kib = int(limits.memory_bytes) >> 10
+    words = f"ulimit -c 0; ulimit -t {_cpu(limits)}; ulimit -f {max(1, int(limits.file_bytes) >> 9)}; "
+    words += f"ulimit -v {kib} 2>/dev/null; cd {json.dumps(folder)}; " + 'exec "$@"'  # macOS has no ulimit -v
+    path = os.environ.get("PATH", _ENVIRONMENT["PATH"])
+    environment = [f"{k}={v}" for k, v in {**_ENVIRONMENT, "PATH": path, "HOME": folder}.items()]
+    return _Program(["env", "-i", *environment, "sh", "-c", words, "sh", *argv], descriptors).finish(
+        stdin, limits, None
+    )
+
+
+def require_sandbox() -> None:
+    """Makes sure that the sandbox works here, once per process.
+
+    Raises:
+        SandboxError: if it does not, with what to do.
+    """
+    if (trouble := _trouble()) is not None:
+        raise SandboxError(trouble)
+
+
+def sandbox_is_available() -> bool:
+    """Whether the sandbox works here."""
+    return _trouble() is None
+
+
+@functools.lru_cache(maxsize=1)
+def _trouble() -> str | None:
+    """What is wrong with the sandbox here; None if nothing is."""
+    if sys.platform != "linux":
+        return f"bubblewrap, which keeps programs apart, exists on Linux only; this is {sys.platform}"
+    if shutil.which("bwrap") is None:
+        return f"there is no bubblewrap (bwrap) here, which keeps programs apart. {INSTALL}"
+    for tool in ("prlimit", "setpriv"):
+        if shutil.which(tool) is None:
+            return f"there is no {tool} here, which the sandbox needs. Install util-linux"
+    try:
+        result = run_sandboxed(["/bin/sh", "-c", "echo works"], limits=Limits(seconds=20))
+    except SandboxError as error:
+        return str(error)
+    if result.stdout.strip() == b"works":
+        return None
+    said = result.stderr.decode(errors="replace").strip() or f"exit code {result.returncode}"
+    return (
+        f"bubblewrap is installed but cannot make a sandbox here: {said[:300]}. It needs user namespaces: in a "
+        "container, allow them (docker run --security-opt seccomp=unconfined); on a host, see the sysctl "
+        "kernel.unprivileged_userns_clone or kernel.apparmor_restrict_unprivileged_userns"
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def _fences() -> tuple[str, ...]:
+    """What keeps a program from making namespaces of its own, in which it could mount; new in bubblewrap 0.8."""
+    try:
+        said = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return ("--unshare-user", "--disable-userns") if "--disable-userns" in said.stdout + said.stderr else ()
+
+
+class _Program:
+    """A started command with bounded pipes."""
+
+    def __init__(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
+        self.began = time.monotonic()
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is the trainer's, and the group can be killed as a whole
+                pass_fds=tuple(descriptors),
+                cwd="/",
+            )
+        except OSError as error:
+            raise SandboxError(f"{command[0]} could not be started: {error}") from error
+        self.head: int | None = None  # descriptor of the sandbox's first process, with which all others end
+        self.head_pid = 0
+        self.status = b""
+        self.texts = [bytearray(), bytearray()]
+        self.trouble: str | None = None
+
+    def finish(self, stdin: bytes, limits: Limits, status: int | None) -> Result:
+        """Feeds and reads it until it ends or a limit runs out, then makes sure that nothing is left."""
+        if status is not None:
+            os.set_blocking(status, False)
+        try:
+            self._converse(memoryview(stdin), limits, status)
+        finally:
+            if status is not None and not self.head_pid:  # it ended, or time did, before this was read
+                self._meet(status)
+            self._end(limits)
+        code = self.process.returncode
+        if status is not None and not self.head_pid and self.trouble is None:
+            raise SandboxError(f"the sandbox did not start: {bytes(self.texts[1]).decode(errors='replace')[:300]}")
+        return Result(
+            returncode=code,
+            stdout=bytes(self.texts[0]),
+            stderr=bytes(self.texts[1]),
+            timed_out=self.trouble == "seconds",
+            output_exceeded=self.trouble == "output_bytes",
+            memory_exceeded=self.trouble == "memory_bytes",
+            seconds=time.monotonic() - self.began,
+        )
+
+    def _converse(self, stdin: memoryview, limits: Limits, status: int | None) -> None:
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        deadline = self.began + limits.seconds
+        with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+            for index, pipe in enumerate((self.process.stdout, self.process.stderr)):
+                os.set_blocking(pipe.fileno(), False)
+                selector.register(pipe, selectors.EVENT_READ, index)
+            if stdin:
+                os.set_blocking(self.process.stdin.fileno(), False)
+                selector.register(self.process.stdin, selectors.EVENT_WRITE, "stdin")
+            else:
+                self.process.stdin.close()
+            if status is not None:
+                selector.register(status, selectors.EVENT_READ, "status")
+            ended = _pidfd(self.process.pid)
+            if ended is not None:
+                stack.callback(os.close, ended)
+                selector.register(ended, selectors.EVENT_READ, "ended")
+            while self.process.poll() is None and self.trouble is None:
+                if (left := deadline - time.monotonic()) <= 0:
+                    self.trouble = "seconds"
+                    return
+                for key, _ in selector.select(min(left, _WATCH_SECONDS)):
+                    if key.data == "stdin":
+                        stdin = stdin[_write(key.fd, stdin) :]
+                        if not stdin:
+                            selector.unregister(key.fileobj)
+                            self.process.stdin.close()
+                    elif key.data == "status":
+                        self._meet(key.fd)
+                        if self.head_pid:
+                            selector.unregister(key.fileobj)
+                    elif isinstance(key.data, int) and self._read(key.fd, key.data, limits) == 0:
+                        selector.unregister(key.fileobj)
+                if self.head_pid and _resident(self.head_pid) > limits.memory_bytes:
+                    self.trouble = "memory_bytes"
+
+    def _meet(self, status: int) -> None:
+        """Takes hold of the sandbox's first process."""
+        with contextlib.suppress(BlockingIOError):
+            self.status += os.read(status, _CHUNK)
+        if found := re.search(rb'"child-pid": *([0-9]+)\b.', self.status):
+            self.head_pid = int(found[1])
+            self.head = _pidfd(self.head_pid)
+
+    def _read(self, descriptor: int, index: int, limits: Limits) -> int:
+        """Reads what is there; returns the number of bytes, 0 at the end, -1 if there is nothing yet."""
+        try:
+            chunk = os.read(descriptor, _CHUNK)
+        except BlockingIOError:
+            return -1
+        text = self.texts[index]
+        room = int(limits.output_bytes) - len(text)
+        text += chunk[: max(0, room)]
+        if len(chunk) > room:
+            self.trouble = self.trouble or "output_bytes"
+        return len(chunk)
+
+    def _end(self, limits: Limits) -> None:
+        """Kills what is left, waits for it, and reads what it had written."""
+        if self.head is not None:
+            # the kernel ends all of the sandbox with its first process; the monitors around it then end by themselves
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.head, signal.SIGKILL)
+            _wait_for(self.head, 10.0)
+            os.close(self.head)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for index, pipe in enumerate((self.process.stdout, self.process.stderr)):
+            assert pipe is not None
+            while self.trouble is None and self._read(pipe.fileno(), index, limits) > 0:
+                pass
+            pipe.close()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+def _limited(argv: Sequence[str], limits: Limits) -> list[str]:
+    """``argv`` with limits on each of its processes."""
+    amounts = {
+        "as": int(limits.memory_bytes),
+        "nproc": int(limits.processes) + 1,  # the first process of the sandbox
+        "cpu": _cpu(limits),
+        "fsize": int(limits.file_bytes),
+        "core": 0,
+        "nofile": 256,
+        "memlock": 0,
+        "msgqueue": 0,
+    }
+    return ["prlimit", *(f"--{name}={amount}" for name, amount in amounts.items()), "--", *argv]
+
+
+def _cpu(limits: Limits) -> int:
+    return math.ceil(limits.seconds) + 1
+
+
+def _system_mount(path: str) -> list[str]:
+    """``/bin`` is a link to ``usr/bin`` on most systems."""
+    if os.path.islink(path):
+        return ["--symlink", os.readlink(path), path]
+    return ["--ro-bind", path, path] if os.path.isdir(path) else []
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """Paths without those that lie in another one.
+
+    >>> _outermost(["/a/b", "/c", "/a", "/ab", "/c"])
+    ['/a', '/ab', '/c']
+    """
+    kept: list[str] = []
+    for path in sorted(set(paths)):
+        if not kept or os.path.commonpath([kept[-1], path]) != kept[-1]:
+            kept.append(path)
+    return kept
+
+
+def _memory_file(stack: contextlib.ExitStack, content: bytes) -> int:
+    """A file in memory, which nobody has to remove."""
+    descriptor = os.memfd_create("program")
+    stack.callback(os.close, descriptor)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
+
+
+def _pidfd(pid: int) -> int | None:
+    """A descriptor of a process, readable once it has ended; None if it is gone or the system has none."""
+    opener: Any = getattr(os, "pidfd_open", None)
+    if opener is None:
+        return None
+    try:
+        return opener(pid)
+    except OSError:
+        return None
+
+
+def _wait_for(pidfd: int, seconds: float) -> None:
+    with selectors.DefaultSelector() as selector:
+        selector.register(pidfd, selectors.EVENT_READ)
+        selector.select(seconds)
+
+
+def _write(descriptor: int, data: memoryview) -> int:
+    """How many bytes a pipe took; all of them if nobody reads any more."""
+    try:
+        return os.write(descriptor, data[:_CHUNK])
+    except BlockingIOError:
+        return 0
+    except BrokenPipeError:
+        return len(data)
+
+
+def _resident(pid: int) -> int:
+    """Bytes that a process and its descendants are resident in, without what they share with files."""
+    total, waiting, page = 0, [pid], os.sysconf("SC_PAGE_SIZE")
+    while waiting:
+        folder = f"/proc/{waiting.pop()}"
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            with open(f"{folder}/statm", encoding="ascii") as file:
+                words = file.read().split()
+            total += (int(words[1]) - int(words[2])) * page
+            for thread in os.listdir(f"{folder}/task"):
+                with open(f"{folder}/task/{thread}/children", encoding="ascii") as file:
+                    waiting += [int(word) for word in file.read().split()]
+    return total
