@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import os
 import re
@@ -29,9 +28,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 NOBODY = 65534
@@ -68,6 +68,8 @@ class Limits:
             same, rounded up, plus one.
         memory_bytes: address space of each process; `run_sandboxed` ends a program whose processes together are
             resident in more.
+        address_bytes: address space of each process, if that is to be another number: some runtimes reserve much more
+            than they use.
         processes: processes and threads at a time.
         file_bytes: size of a file, and of all files together.
         output_bytes: bytes of standard output, and of standard error, after which `run_sandboxed` ends the program.
@@ -81,9 +83,12 @@ class Limits:
     processes: int = 8
     file_bytes: int = 16 << 20
     output_bytes: int = 1 << 20
+    address_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if name == "address_bytes" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}; use a finite number above 0")
 
@@ -178,16 +183,40 @@ def sandbox_command(
     return ["env", "-i", f"PATH={_ENVIRONMENT['PATH']}", *outer, *inner, "--", *_limited([*_INIT, *argv], limits)]
 
 
+HERE = "@"
+"""In a command, ``@/name`` is the file of that name that the program is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A command with all that it is given.
+
+    Attributes:
+        argv: the command; ``@/name`` in it is a file of ``files``.
+        stdin: its standard input.
+        limits: what it may use.
+        readable: files and folders that it may read besides the system's.
+        hidden: folders that are empty for it.
+        environment: variables besides the five that are set.
+        files: name -> content; read-only and executable.
+    """
+
+    argv: Sequence[str]
+    stdin: bytes = b""
+    limits: Limits = field(default_factory=Limits)
+    readable: Sequence[str | os.PathLike[str]] = ()
+    hidden: Sequence[str | os.PathLike[str]] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
 def run_sandboxed(
     argv: Sequence[str],
     *,
     stdin: bytes = b"",
     limits: Limits | None = None,
     readable: Sequence[str | os.PathLike[str]] = (),
-    hidden: Sequence[str | os.PathLike[str]] = (),
-    environment: Mapping[str, str] | None = None,
-    files: Mapping[str, bytes] | None = None,
-    descriptors: Sequence[int] = (),
+    **given: Any,
 ) -> Result:
     """Runs a command in the sandbox and waits until it, and everything that it started, is gone.
 
@@ -198,10 +227,7 @@ def run_sandboxed(
         stdin: its standard input.
         limits: what it may use; None takes the defaults of `Limits`.
         readable: files and folders that it may read besides the system's.
-        hidden: folders that are empty in the sandbox.
-        environment: variables besides the five that are set.
-        files: path in the sandbox -> content; read-only and executable.
-        descriptors: open descriptors that it inherits, under the same numbers.
+        **given: further fields of `Program`.
 
     Returns:
         How it ended.
@@ -209,57 +235,107 @@ def run_sandboxed(
     Raises:
         SandboxError: if the sandbox does not start.
     """
-    limits = limits or Limits()
-    with contextlib.ExitStack() as stack:
-        held = {path: _memory_file(stack, content) for path, content in (files or {}).items()}
-        status_in, status_out = os.pipe()
-        stack.callback(os.close, status_in)
-        with contextlib.ExitStack() as ours:
-            ours.callback(os.close, status_out)
-            command = sandbox_command(
-                argv,
-                limits=limits,
-                readable=readable,
-                hidden=hidden,
-                environment=environment,
-                files=held,
-                status_fd=status_out,
-            )
-            program = _Program(command, [*held.values(), status_out, *descriptors])
-        return program.finish(stdin, limits, status_in)
+    return run(Program(argv=argv, stdin=stdin, limits=limits or Limits(), readable=readable, **given))
 
 
-def run_unconfined(
-    argv: Sequence[str],
-    *,
-    stdin: bytes = b"",
-    limits: Limits | None = None,
-    folder: str,
-    descriptors: Sequence[int] = (),
-) -> Result:
-    """Runs a command as this user, with all that this user may do; only the limits of `Limits` hold.
-
-    What it starts and takes out of its process group outlives it.
+def run(program: Program, *, confined: bool = True) -> Result:
+    """Runs a program to its end.
 
     Args:
-        argv: the command.
-        stdin: its standard input.
-        limits: what it may use; ``processes`` is not enforced.
-        folder: where it runs.
-        descriptors: open descriptors that it inherits.
+        program: what to run.
+        confined: in the sandbox. Else it runs as this user, with all that this user may do, in a temporary folder; the
+            limits of each process hold, except for the number of processes. What it takes out of its process group
+            outlives it.
 
     Returns:
         How it ended.
+
+    Raises:
+        SandboxError: if it cannot be started.
     """
-    limits = limits or Limits()
-    kib = int(limits.memory_bytes) >> 10
+    with _start(program, confined) as running:
+        return running.finish()
+
+
+def run_beside(program: Program, other: Program, *, confined: bool = True) -> Result:
+    """Runs a program to its end beside another one, which it talks to by two pipes.
+
+    Each is in a sandbox of its own. Both find the number of the descriptor to read from, and of that to write to, as
+    the last two words of their command. The other one has no standard input or output, and is killed when the first
+    has ended.
+
+    Args:
+        program: what to run.
+        other: what runs beside it.
+        confined: see `run`.
+
+    Returns:
+        How the first one ended.
+
+    Raises:
+        SandboxError: if one cannot be started.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as ours:
+            ends = [*os.pipe(), *os.pipe()]  # what the other reads, what the first writes, and the other way round
+            for end in ends:
+                ours.callback(os.close, end)
+            beside = stack.enter_context(_start(other, confined, (ends[0], ends[3]), silent=True))
+            first = stack.enter_context(_start(program, confined, (ends[2], ends[1])))
+        return first.finish(beside)
+
+
+@contextlib.contextmanager
+def _start(
+    program: Program, confined: bool, descriptors: tuple[int, ...] = (), *, silent: bool = False
+) -> Iterator[_Running]:
+    """Starts a program, and ends it."""
+    argv = [*program.argv, *map(str, descriptors)]
+    status_in: int | None = None
+    with contextlib.ExitStack() as stack:
+        if confined:
+            status_in, status_out = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            stack.callback(os.close, status_in)
+            with contextlib.ExitStack() as ours:
+                ours.callback(os.close, status_out)
+                held = {f"/tmp/{name}": _memory_file(ours, content) for name, content in program.files.items()}
+                command = sandbox_command(
+                    [_placed(word, "/tmp") for word in argv],
+                    limits=program.limits,
+                    readable=program.readable,
+                    hidden=program.hidden,
+                    environment=program.environment,
+                    files=held,
+                    status_fd=status_out,
+                )
+                running = _Running(command, program, [*held.values(), status_out, *descriptors], status_in, silent)
+        else:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            for name, content in program.files.items():
+                with open(os.path.join(folder, name), "wb") as file:
+                    file.write(content)
+                os.chmod(file.name, 0o700)
+            command = _unconfined([_placed(word, folder) for word in argv], program, folder)
+            running = _Running(command, program, descriptors, None, silent)
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+def _placed(word: str, folder: str) -> str:
+    return folder + word[len(HERE) :] if word.startswith(f"{HERE}/") else word
+
+
+def _unconfined(argv: Sequence[str], program: Program, folder: str) -> list[str]:
+    """The command with those limits that a shell can set."""
+    limits = program.limits
     words = f"ulimit -c 0; ulimit -t {_cpu(limits)}; ulimit -f {max(1, int(limits.file_bytes) >> 9)}; "
-    words += f"ulimit -v {kib} 2>/dev/null; cd {json.dumps(folder)}; " + 'exec "$@"'  # macOS has no ulimit -v
+    words += f"ulimit -v {_address_space(limits) >> 10} 2>/dev/null; "  # macOS has none
+    words += 'cd "$0" && exec "$@"'
     path = os.environ.get("PATH", _ENVIRONMENT["PATH"])
-    environment = [f"{k}={v}" for k, v in {**_ENVIRONMENT, "PATH": path, "HOME": folder}.items()]
-    return _Program(["env", "-i", *environment, "sh", "-c", words, "sh", *argv], descriptors).finish(
-        stdin, limits, None
-    )
+    environment = {**_ENVIRONMENT, "PATH": path, "HOME": folder, **program.environment}
+    return ["env", "-i", *(f"{k}={v}" for k, v in environment.items()), "sh", "-c", words, folder, *argv]
 
 
 def require_sandbox() -> None:
@@ -311,17 +387,21 @@ def _fences() -> tuple[str, ...]:
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in said.stdout + said.stderr else ()
 
 
-class _Program:
+class _Running:
     """A started command with bounded pipes."""
 
-    def __init__(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
+    def __init__(
+        self, command: Sequence[str], program: Program, descriptors: Sequence[int], status: int | None, silent: bool
+    ) -> None:
+        self.limits, self.stdin, self.status = program.limits, memoryview(program.stdin), status
         self.began = time.monotonic()
+        pipe = subprocess.DEVNULL if silent else subprocess.PIPE
         try:
             self.process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C is the trainer's, and the group can be killed as a whole
                 pass_fds=tuple(descriptors),
@@ -329,27 +409,23 @@ class _Program:
             )
         except OSError as error:
             raise SandboxError(f"{command[0]} could not be started: {error}") from error
+        self.said = b""
         self.head: int | None = None  # descriptor of the sandbox's first process, with which all others end
         self.head_pid = 0
-        self.status = b""
         self.texts = [bytearray(), bytearray()]
         self.trouble: str | None = None
+        self.ended = False
 
-    def finish(self, stdin: bytes, limits: Limits, status: int | None) -> Result:
-        """Feeds and reads it until it ends or a limit runs out, then makes sure that nothing is left."""
-        if status is not None:
-            os.set_blocking(status, False)
-        try:
-            self._converse(memoryview(stdin), limits, status)
-        finally:
-            if status is not None and not self.head_pid:  # it ended, or time did, before this was read
-                self._meet(status)
-            self._end(limits)
-        code = self.process.returncode
-        if status is not None and not self.head_pid and self.trouble is None:
+    def finish(self, beside: _Running | None = None) -> Result:
+        """Feeds and reads it until it ends or a limit runs out, then ends both."""
+        self._converse(beside)
+        if beside is not None:
+            beside.end()
+        self.end()
+        if self.status is not None and not self.head_pid and self.trouble is None:
             raise SandboxError(f"the sandbox did not start: {bytes(self.texts[1]).decode(errors='replace')[:300]}")
         return Result(
-            returncode=code,
+            returncode=self.process.returncode,
             stdout=bytes(self.texts[0]),
             stderr=bytes(self.texts[1]),
             timed_out=self.trouble == "seconds",
@@ -358,20 +434,18 @@ class _Program:
             seconds=time.monotonic() - self.began,
         )
 
-    def _converse(self, stdin: memoryview, limits: Limits, status: int | None) -> None:
+    def _converse(self, beside: _Running | None) -> None:
         assert self.process.stdin and self.process.stdout and self.process.stderr
-        deadline = self.began + limits.seconds
+        deadline = self.began + self.limits.seconds
         with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
             for index, pipe in enumerate((self.process.stdout, self.process.stderr)):
                 os.set_blocking(pipe.fileno(), False)
                 selector.register(pipe, selectors.EVENT_READ, index)
-            if stdin:
+            if self.stdin:
                 os.set_blocking(self.process.stdin.fileno(), False)
                 selector.register(self.process.stdin, selectors.EVENT_WRITE, "stdin")
             else:
                 self.process.stdin.close()
-            if status is not None:
-                selector.register(status, selectors.EVENT_READ, "status")
             ended = _pidfd(self.process.pid)
             if ended is not None:
                 stack.callback(os.close, ended)
@@ -382,42 +456,54 @@ class _Program:
                     return
                 for key, _ in selector.select(min(left, _WATCH_SECONDS)):
                     if key.data == "stdin":
-                        stdin = stdin[_write(key.fd, stdin) :]
-                        if not stdin:
+                        self.stdin = self.stdin[_write(key.fd, self.stdin) :]
+                        if not self.stdin:
                             selector.unregister(key.fileobj)
                             self.process.stdin.close()
-                    elif key.data == "status":
-                        self._meet(key.fd)
-                        if self.head_pid:
-                            selector.unregister(key.fileobj)
-                    elif isinstance(key.data, int) and self._read(key.fd, key.data, limits) == 0:
+                    elif isinstance(key.data, int) and self._read(key.fd, key.data) == 0:
                         selector.unregister(key.fileobj)
-                if self.head_pid and _resident(self.head_pid) > limits.memory_bytes:
-                    self.trouble = "memory_bytes"
+                self.watch()
+                if beside is not None:
+                    beside.watch()
 
-    def _meet(self, status: int) -> None:
+    def watch(self) -> None:
+        """Ends it if its processes take too much memory together."""
+        if self.ended or self.status is None:
+            return
+        self._meet()
+        if self.head_pid and _resident(self.head_pid) > self.limits.memory_bytes:
+            self.trouble = "memory_bytes"
+            self.end()
+
+    def _meet(self) -> None:
         """Takes hold of the sandbox's first process."""
+        if self.status is None or self.head_pid:
+            return
         with contextlib.suppress(BlockingIOError):
-            self.status += os.read(status, _CHUNK)
-        if found := re.search(rb'"child-pid": *([0-9]+)\b.', self.status):
+            self.said += os.read(self.status, _CHUNK)
+        if found := re.search(rb'"child-pid": *([0-9]+)\b.', self.said):
             self.head_pid = int(found[1])
             self.head = _pidfd(self.head_pid)
 
-    def _read(self, descriptor: int, index: int, limits: Limits) -> int:
+    def _read(self, descriptor: int, index: int) -> int:
         """Reads what is there; returns the number of bytes, 0 at the end, -1 if there is nothing yet."""
         try:
             chunk = os.read(descriptor, _CHUNK)
         except BlockingIOError:
             return -1
         text = self.texts[index]
-        room = int(limits.output_bytes) - len(text)
+        room = int(self.limits.output_bytes) - len(text)
         text += chunk[: max(0, room)]
         if len(chunk) > room:
             self.trouble = self.trouble or "output_bytes"
         return len(chunk)
 
-    def _end(self, limits: Limits) -> None:
+    def end(self) -> None:
         """Kills what is left, waits for it, and reads what it had written."""
+        if self.ended:
+            return
+        self.ended = True
+        self._meet()  # it ended, or time did, before this was read
         if self.head is not None:
             # the kernel ends all of the sandbox with its first process; the monitors around it then end by themselves
             with contextlib.suppress(ProcessLookupError):
@@ -430,19 +516,20 @@ class _Program:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         for index, pipe in enumerate((self.process.stdout, self.process.stderr)):
-            assert pipe is not None
-            while self.trouble is None and self._read(pipe.fileno(), index, limits) > 0:
-                pass
-            pipe.close()
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            if pipe is not None:
+                os.set_blocking(pipe.fileno(), False)
+                while self.trouble is None and self._read(pipe.fileno(), index) > 0:
+                    pass
+                pipe.close()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
 
 
 def _limited(argv: Sequence[str], limits: Limits) -> list[str]:
     """``argv`` with limits on each of its processes."""
     amounts = {
-        "as": int(limits.memory_bytes),
+        "as": _address_space(limits),
         "nproc": int(limits.processes) + 1,  # the first process of the sandbox
         "cpu": _cpu(limits),
         "fsize": int(limits.file_bytes),
@@ -452,6 +539,10 @@ def _limited(argv: Sequence[str], limits: Limits) -> list[str]:
         "msgqueue": 0,
     }
     return ["prlimit", *(f"--{name}={amount}" for name, amount in amounts.items()), "--", *argv]
+
+
+def _address_space(limits: Limits) -> int:
+    return int(limits.memory_bytes if limits.address_bytes is None else limits.address_bytes)
 
 
 def _cpu(limits: Limits) -> int:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from grpo_trainer.rewards import sandbox
-from grpo_trainer.rewards.sandbox import Limits, SandboxError, run_sandboxed, sandbox_command
+from grpo_trainer.rewards.sandbox import Limits, Program, SandboxError, run_beside, run_sandboxed, sandbox_command
 
 pytestmark = pytest.mark.skipif(
     not sandbox.sandbox_is_available(), reason=f"no sandbox on this machine: {sandbox._trouble()}"
@@ -28,29 +29,31 @@ def run(code: str, limits: Limits = PATIENT, **kwargs) -> sandbox.Result:
     return run_sandboxed([*PYTHON, code], limits=limits, readable=READABLE, **kwargs)
 
 
-def processes() -> set[int]:
-    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
-
-
-def ours() -> set[int]:
-    """Processes that belong to a sandbox, zombies too."""
-    found = set()
-    for pid in processes():
+def ours(mark: str) -> list[str]:
+    """Commands of the processes of this test's sandboxes, zombies among this process's children too."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            status = Path(f"/proc/{pid}/status").read_text()
+            words = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            name, parent = (
+                (folder / "comm").read_text().strip(),
+                (folder / "stat").read_text().rpartition(")")[2].split()[1],
+            )
         except OSError:
             continue
-        if "Name:\tbwrap" in status or f"Uid:\t{sandbox.NOBODY}" in status:
-            found.add(pid)
+        if mark.encode() in words or (not words and parent == str(os.getpid())):
+            found.append(name)
     return found
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left():
-    """No process, descriptor or thread is left, whatever the program did."""
-    before = ours(), sorted(os.listdir("/proc/self/fd")), threading.active_count()
-    yield
-    assert (ours() - before[0], sorted(os.listdir("/proc/self/fd")), threading.active_count()) == (set(), *before[1:])
+def mark(monkeypatch):
+    """No process, descriptor or thread is left, whatever the program did. The value marks this test's processes."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setitem(sandbox._ENVIRONMENT, "MARK", mark)
+    before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    yield mark
+    assert (ours(mark), sorted(os.listdir("/proc/self/fd")), threading.active_count()) == ([], *before)
 
 
 def test_a_program_reads_and_writes_and_ends_with_its_code():
@@ -174,7 +177,7 @@ def test_folders_are_readable_or_hidden_as_asked(tmp_path):
 
 
 def test_files_are_handed_in_from_memory():
-    result = run_sandboxed(["/tmp/program"], limits=PATIENT, files={"/tmp/program": b"#!/bin/sh\necho ran\n"})
+    result = run_sandboxed(["@/program"], limits=PATIENT, files={"program": b"#!/bin/sh\necho ran\n"})
     assert result.stdout == b"ran\n"
 
 
@@ -189,28 +192,45 @@ def test_a_folder_that_only_root_can_enter_can_be_made_readable(tmp_path):
     assert result.stdout == b"seen"
 
 
-def test_the_command_alone_ends_with_its_process_group():
+def test_the_command_alone_ends_with_its_process_group(mark):
     command = sandbox_command(["/bin/sleep", "1000"], limits=PATIENT, readable=[sys.base_prefix])
     process = subprocess.Popen(command, start_new_session=True)
     before = time.monotonic()
-    while not any(_name(pid) == "sleep" for pid in ours()):
-        assert time.monotonic() - before < 30
+    while "sleep" not in ours(mark):
+        assert time.monotonic() - before < 60
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    while any(_name(pid) == "sleep" for pid in ours()):
+    while ours(mark):
         assert time.monotonic() - before < 60
         time.sleep(0.01)
-    while any(_name(pid) in ("sh", "bwrap") for pid in ours()):  # left to the system's init
-        assert time.monotonic() - before < 60
-        time.sleep(0.1)
 
 
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return ""
+def test_two_programs_talk_and_the_other_ends_with_the_first():
+    ask = "import os, sys\nr, w = map(int, sys.argv[1:])\nos.write(w, b'ping')\nprint(os.read(r, 99).decode())"
+    answer = "import os, sys, time\nr, w = map(int, sys.argv[1:])\nos.write(w, os.read(r, 99)[::-1])\ntime.sleep(1000)"
+    first, other = (Program(argv=[*PYTHON, code], limits=PATIENT, readable=READABLE) for code in (ask, answer))
+    assert run_beside(first, other).stdout == b"gnip\n"
+    assert run_beside(first, other, confined=False).stdout == b"gnip\n"
+
+
+def test_the_first_program_sees_that_the_other_has_ended():
+    ask = "import os, sys\nprint(os.read(int(sys.argv[1]), 99))"
+    first, other = (Program(argv=[*PYTHON, code], limits=PATIENT, readable=READABLE) for code in (ask, "1"))
+    assert run_beside(first, other).stdout == b"b''\n"
+
+
+def test_without_the_sandbox_the_limits_of_a_process_hold():
+    def bare(code: str, limits: Limits = PATIENT) -> sandbox.Result:
+        return sandbox.run(Program(argv=[sys.executable, "-I", "-S", "-c", code], limits=limits), confined=False)
+
+    assert bare("import os; print(os.listdir('.'), os.environ.get('USER'))").stdout == b"[] None\n"
+    assert b"MemoryError" in bare("x = bytearray(100 << 30)").stderr
+    assert bare("while True: pass", Limits(seconds=1)).timed_out
+    assert bare("while True: print(1)", QUICK).output_exceeded
+    assert not bare("open('x', 'wb').write(b'x' * (1 << 21))", QUICK).ok
+    script = Program(argv=["@/program"], limits=PATIENT, files={"program": b"#!/bin/sh\necho ran\n"})
+    assert sandbox.run(script, confined=False).stdout == b"ran\n"
 
 
 def test_what_is_missing_is_said_with_the_remedy(monkeypatch):
