@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from grpo_trainer.registry import suggest
@@ -41,6 +42,84 @@ def sums(rng: random.Random) -> tuple[Rows, Rows]:
     return rows[HELDOUT_SUMS:], rows[:HELDOUT_SUMS]
 
 
+COUNTDOWN_ROWS, COUNTDOWN_HELDOUT = 2000, 200
+
+
+def countdown(rng: random.Random) -> tuple[Rows, Rows]:
+    """Reach a target with three or four numbers from 1 to 20, each used once, and ``+ - * /``.
+
+    Of 2,200 problems, no two with the same numbers and target, 200 are held out. Each can be solved: the target is what
+    a random expression comes to, a whole number from 1 to 100.
+
+    Args:
+        rng: decides the problems and the split.
+
+    Returns:
+        Train rows and held-out rows, with the columns ``prompt`` (one user message), ``numbers``, ``target`` and
+        ``answer``, an expression that reaches it.
+    """
+    found: dict[tuple[tuple[int, ...], int], dict[str, Any]] = {}
+    while len(found) < COUNTDOWN_ROWS + COUNTDOWN_HELDOUT:
+        numbers = [rng.randint(1, 20) for _ in range(rng.choice([3, 4]))]
+        expression, value = _random_expression(numbers, rng)
+        if value is None or value.denominator != 1 or not 1 <= value <= 100:
+            continue
+        key = (tuple(sorted(numbers)), int(value))
+        if key in found:
+            continue
+        question = (
+            f"Using the numbers {', '.join(map(str, sorted(numbers)))}, make {int(value)}. Use each number once, and "
+            "+ - * / and parentheses. Show your work in <think> </think> tags, and give the expression in <answer> "
+            "</answer> tags."
+        )
+        found[key] = {
+            "prompt": [{"role": "user", "content": question}],
+            "numbers": sorted(numbers),
+            "target": int(value),
+            "answer": expression,
+        }
+    rows = list(found.values())
+    return rows[COUNTDOWN_HELDOUT:], rows[:COUNTDOWN_HELDOUT]
+
+
+def _random_expression(numbers: list[int], rng: random.Random) -> tuple[str, Fraction | None]:
+    """An expression that uses each number once, and what it comes to; None where it divides by zero."""
+    parts = [(str(n), Fraction(n)) for n in rng.sample(numbers, len(numbers))]
+    while len(parts) > 1:
+        (a, x), (b, y) = (parts.pop(rng.randrange(len(parts))) for _ in range(2))
+        sign = rng.choice("+-*/")
+        if sign == "/" and y == 0:
+            return "", None
+        parts.append((f"({a} {sign} {b})", {"+": x + y, "-": x - y, "*": x * y, "/": x / (y or 1)}[sign]))
+    return parts[0][0][1:-1], parts[0][1]
+
+
+def math_answer_of(row: Mapping[str, Any]) -> dict[str, str]:
+    r"""What is in the last ``\boxed{}`` of a MATH solution, as a recipe's ``dataset_map_fn``.
+
+    Args:
+        row: holds ``solution``.
+
+    Returns:
+        ``answer``, as it is written.
+
+    Raises:
+        ValueError: if nothing is boxed.
+
+    Example:
+        >>> math_answer_of({"solution": r"So $x = \boxed{\frac{1}{2}}$."})["answer"]
+        '\\frac{1}{2}'
+    """
+    solution = row["solution"]
+    start = max(solution.rfind("\\boxed{"), solution.rfind("\\fbox{"))
+    depth, begin = 0, solution.find("{", start) + 1
+    for place in range(begin, len(solution)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(solution[place], 0)
+        if depth < 0:
+            return {"answer": solution[begin:place].strip()}
+    raise ValueError(f"the solution has no \\boxed{{}}: {solution[-60:]!r}")
+
+
 def gsm8k_answer(row: Mapping[str, Any]) -> dict[str, str]:
     """The final number of a GSM8K solution, as a recipe's ``dataset_map_fn``.
 
@@ -66,6 +145,7 @@ def gsm8k_answer(row: Mapping[str, Any]) -> dict[str, str]:
 
 BUILTIN_TASKS: dict[str, TaskFn] = {
     "builtin:sums": sums,
+    "builtin:countdown": countdown,
 }
 """Every task by the name that a recipe gives as ``dataset_name``."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_trainer.cli.arguments import DatasetEntry
+from grpo_trainer.gym import PREFIX, load_gym_task
 from grpo_trainer.registry import suggest
 from grpo_trainer.tasks import load_task
 
@@ -128,6 +129,9 @@ def _splits_here(name: str, seed: int) -> dict[str, Any] | None:
     """The splits of a task of the package or of a folder that ``save_to_disk`` wrote; None for others."""
     if name.startswith("builtin:"):
         train, heldout = load_task(name, seed)
+        return {"train": train, "test": heldout}
+    if name.startswith(PREFIX):
+        train, heldout = load_gym_task(name, seed)
         return {"train": train, "test": heldout}
     folder = Path(name)
     if not ((folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()):

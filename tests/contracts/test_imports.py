@@ -28,7 +28,7 @@ FLOORS = {
     **dict.fromkeys(
         ["objective", "loss", "policy", "sampler", "metrics", "data", "loading", "rewards", "generation"], 2
     ),
-    **dict.fromkeys(["dataset", "tasks", "builtin", "runtime", "trl_door"], 2),
+    **dict.fromkeys(["dataset", "tasks", "gym", "builtin", "runtime", "trl_door"], 2),
     **dict.fromkeys(["stream", "difficulty", "checkpoint", "preemption"], 2),
     **dict.fromkeys(["types", "registry"], 1),
     **dict.fromkeys(["functional"], 0),
