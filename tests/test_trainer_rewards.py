@@ -68,8 +68,10 @@ def make(folder, rewards, generator=None, reward_processing_classes=None, **sett
     return trainer
 
 
-def workers():
-    return [child.pid for child in psutil.Process().children(recursive=True)]
+def workers() -> list[int]:
+    """The worker processes of this process; a library may have processes of its own."""
+    running = psutil.Process().children(recursive=True)
+    return [process.pid for process in running if any("rewards/worker.py" in word for word in process.cmdline())]
 
 
 class Says:

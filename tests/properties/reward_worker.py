@@ -16,7 +16,7 @@ from datasets import Dataset
 from grpo_trainer import GRPOConfig, GRPOTrainer
 from tests.helpers import tiny_llama, tiny_tokenizer
 
-RANK = int(os.environ["RANK"])
+RANK = int(os.environ.get("RANK", "0"))
 CASES = {
     "raises": {"isolation": "process", "time_limit": 60},
     "inline": {},
