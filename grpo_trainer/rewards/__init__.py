@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from grpo_trainer.rewards.code import code_compiles, code_tests
 from grpo_trainer.rewards.countdown import countdown
 from grpo_trainer.rewards.format import json_schema, matches, tag_counts, think_answer_format, xml
 from grpo_trainer.rewards.gym import reasoning_gym
@@ -17,6 +18,8 @@ from grpo_trainer.rewards.repetition import repetition
 
 REWARDS: dict[str, Callable[..., Any]] = {
     "last_integer": last_integer,
+    "code_compiles": code_compiles,
+    "code_tests": code_tests,
     "llm_judge": llm_judge,
     "math_answer": math_answer,
     "countdown": countdown,

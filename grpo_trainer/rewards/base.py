@@ -33,7 +33,7 @@ from grpo_trainer.rewards.contract import (
     check_rewards,
     reward_name,
 )
-from grpo_trainer.rewards.options import RewardOptions, options_of
+from grpo_trainer.rewards.options import check_requirements, RewardOptions, options_of
 from grpo_trainer.rewards.pool import Reply, Task, WorkerPool
 from grpo_trainer.rewards.scoring import Pending, Reward, Rows, Scoring, plain_state
 from grpo_trainer.rewards.workers import start_pools
@@ -76,6 +76,7 @@ class RewardSet:
         for f in functions:
             if not callable(f):
                 raise ValueError(f"reward_funcs holds {f!r} ({type(f).__name__}), which is not callable")
+            check_requirements(f)
         if weights is not None and len(weights) != len(functions):
             raise ValueError(
                 f"reward_weights has {len(weights)} entries for {len(functions)} reward functions; give one each"

@@ -19,6 +19,7 @@ OnTrouble = Literal["raise", "none"] | float
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ATTRIBUTE = "__reward_options__"
+_REQUIRES = "__reward_requires__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,3 +168,38 @@ def options_of(function: Callable[..., Any], **changes: Any) -> RewardOptions:
     while isinstance(function, functools.partial) and not hasattr(function, _ATTRIBUTE):
         function = function.func
     return dataclasses.replace(getattr(function, _ATTRIBUTE, RewardOptions()), **changes)
+
+
+def requires(check: Callable[..., None]) -> Callable[[F], F]:
+    """Declares what a reward function needs, so that it is refused before a run starts rather than in its first step.
+
+    Args:
+        check: called with the keyword arguments that are bound to the function; it raises if something is missing.
+
+    Returns:
+        A decorator that returns the function itself.
+    """
+
+    def declare(function: F) -> F:
+        setattr(function, _REQUIRES, check)
+        return function
+
+    return declare
+
+
+def check_requirements(function: Callable[..., Any]) -> None:
+    """Refuses a reward function that cannot work here.
+
+    Args:
+        function: a reward function, or a partial of one.
+
+    Raises:
+        Exception: what the function's own check raises.
+    """
+    bound: dict[str, Any] = {}
+    while isinstance(function, functools.partial):
+        bound = {**function.keywords, **bound}
+        function = function.func
+    check = getattr(function, _REQUIRES, None)
+    if check is not None:
+        check(**bound)
