@@ -143,6 +143,25 @@ def gsm8k_answer(row: Mapping[str, Any]) -> dict[str, str]:
     return {"answer": answer.strip(), "solution": solution}
 
 
+def human_eval_problem(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of the reward ``code_tests`` for a problem of HumanEval, as a recipe's ``dataset_map_fn``.
+
+    Args:
+        row: holds ``prompt`` (imports, helpers, and a function with its docstring), ``test`` and ``entry_point``.
+
+    Returns:
+        ``code_prefix``, the prompt, which the completion goes on with; ``test_setup``, the prompt again, since some
+        tests use its helpers; ``tests``; and ``entry_point``.
+
+    Example:
+        >>> row = {"prompt": "def f():", "test": "def check(candidate): ...", "entry_point": "f"}
+        >>> sorted(human_eval_problem(row))
+        ['code_prefix', 'entry_point', 'test_setup', 'tests']
+    """
+    prompt = row["prompt"]
+    return {"code_prefix": prompt, "test_setup": prompt, "tests": row["test"], "entry_point": row["entry_point"]}
+
+
 BUILTIN_TASKS: dict[str, TaskFn] = {
     "builtin:sums": sums,
     "builtin:countdown": countdown,

@@ -147,7 +147,8 @@ def code_compiles(
 
     Args:
         completions: N texts, or N message lists, of which the last message is read.
-        code_prefix: N beginnings of the program, which the completion goes on with.
+        code_prefix: N beginnings of the program. A completion goes on with it, see `continue_code`; a fenced block in
+            it comes on a line after it.
         language: a key of `LANGUAGES`.
         sandbox: ``bubblewrap``, or the sentence of `UNCONFINED`.
         seconds: time limit of one compilation.
@@ -206,7 +207,8 @@ def code_tests(
         entry_point: N names of the function that ``check`` is given.
         test_setup: N texts that run before the tests, apart from the program: what the tests use and must be able to
             trust. A name that neither they nor this define is the program's.
-        code_prefix: N beginnings of the program, which the completion goes on with.
+        code_prefix: N beginnings of the program. A completion goes on with it, see `continue_code`; a fenced block in
+            it comes on a line after it.
         language: a key of `LANGUAGES`.
         credit: ``all`` or ``share``.
         sandbox: ``bubblewrap``, or the sentence of `UNCONFINED`.
@@ -305,10 +307,9 @@ def continue_code(prefix: str, text: str) -> str:
         >>> continue_code("def f(a):\n    return", " a + 1\n\nprint(f(2))")
         'def f(a):\n    return a + 1\n'
     """
-    first, newline, rest = text.partition("\n")
-    end = re.search(r"^[^\s]", rest, re.MULTILINE)
-    body = (rest[: end.start()] if end else rest).rstrip()
-    return prefix + first + newline + body + ("\n" if body else "")
+    first, _, rest = text.partition("\n")
+    end = re.search(r"^\S", rest, re.MULTILINE)
+    return f"{prefix}{first}\n{rest[: end.start()] if end else rest}".rstrip() + "\n"
 
 
 def _sources(completions: Sequence[Any], prefixes: Sequence[str | None] | None, language: str) -> list[str]:
@@ -318,10 +319,13 @@ def _sources(completions: Sequence[Any], prefixes: Sequence[str | None] | None, 
         text = _text(completion)
         if len(text) > _LONGEST:
             sources.append("")
-        elif prefix is not None and not _FENCE.search(text):
-            sources.append(continue_code(prefix, text))
-        else:
+        elif prefix is None:
             sources.append(extract_code(text, language))
+        elif not _FENCE.search(text):
+            sources.append(continue_code(prefix, text) if text.strip() else "")
+        else:
+            block = extract_code(text, language)
+            sources.append(f"{prefix}\n{block}" if block else "")
     return sources
 
 
@@ -429,7 +433,9 @@ class _How:
         files = {self.table.file: _bytes(source)}
         return float(run(self.program(self.table.check, self.seconds, files), confined=self.confined).ok)
 
-    def score(self, source: str, tests: Sequence[Any], entry: str | None, setup: str | None, credit: Credit) -> float:
+    def score(
+        self, source: str, tests: Sequence[Any], entry: str | None, setup: str | None, credit: Credit
+    ) -> float | None:
         """Its reward."""
         counts = self.asserts(source, tests, entry, setup) if isinstance(tests[0], str) else self.pairs(source, tests)
         if counts is None:
@@ -460,8 +466,10 @@ class _How:
             passed += result.ok and same_output(result.stdout, expected)
         return passed, len(tests)
 
-    def asserts(self, source: str, tests: Sequence[str], entry: str | None, setup: str | None) -> tuple[int, int]:
-        """Runs the tests in one process and the program in another; passed, all."""
+    def asserts(
+        self, source: str, tests: Sequence[str], entry: str | None, setup: str | None
+    ) -> tuple[int, int] | None:
+        """Runs the tests in one process and the program in another; passed, all. None if the tests did not begin."""
         job = {
             "tests": tests,
             "setup": setup,

@@ -70,12 +70,12 @@ def test_blocks_of_another_language():
     [
         ("def f(a):\n    return", " a + 1\nprint(f(1))", "def f(a):\n    return a + 1\n"),
         ("def f(a):\n", "    b = a\n\n    return b\n\n\ndef g(): pass", "def f(a):\n    b = a\n\n    return b\n"),
-        ("def f(a):\n    return", " a", "def f(a):\n    return a"),
-        ("def f(a):\n    return", "", "def f(a):\n    return"),
+        ("def f(a):\n    return", " a", "def f(a):\n    return a\n"),
+        ("def f(a):\n    return", " (a +\n    1)\n  \n", "def f(a):\n    return (a +\n    1)\n"),
     ],
 )
 def test_a_given_beginning_is_gone_on_with_as_far_as_it_is_indented(prefix, text, program):
-    assert continue_code(prefix, text).rstrip("\n") == program.rstrip("\n")
+    assert continue_code(prefix, text) == program
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,15 @@ def test_every_language_compiles_and_runs(language):
 @needs_sandbox
 def test_compiling_runs_nothing():
     assert compiles(["raise SystemExit(1)", "import os; os._exit(3)", "while True: pass", "x = 1 +"]) == [1, 1, 1, 0]
-    assert compiles([" a\n", " +\n"], code_prefix=["def f(a):\n    return"] * 2) == [1.0, 0.0]
+
+
+@needs_sandbox
+def test_a_completion_goes_on_with_a_beginning_or_stands_in_a_block_after_it():
+    start = 'import math\ndef f(a):\n    """The root."""\n'
+    block = "```python\ndef f(a):\n    return math.sqrt(a)\n```"
+    texts = ["    return math.sqrt(a)\nf(", block, "```\n    return 2\n```", ""]
+    assert scored(texts, ["assert f(4) == 2 and f(9) == 3"] * 4, code_prefix=[start] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert compiles([*texts, "    return ("], code_prefix=[start] * 5) == [1.0, 1.0, 1.0, 0.0, 0.0]
 
 
 @needs_sandbox
