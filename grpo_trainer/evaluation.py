@@ -27,6 +27,7 @@ class SampleResult:
         rows: P dataset rows.
         completions: P lists of G texts.
         rewards: (P, G) float64, the weighted total; NaN where no reward applies.
+        by_function: name of a reward -> (P, G) float64, NaN where it does not apply.
         finished: P lists of G flags, False where a completion was cut at the limit.
         lengths: P lists of G numbers of tokens.
         figures: the metrics of these completions, by the names they have in training.
@@ -35,6 +36,7 @@ class SampleResult:
     rows: list[Row]
     completions: list[list[str]]
     rewards: Tensor
+    by_function: dict[str, Tensor]
     finished: list[list[bool]]
     lengths: list[list[int]]
     figures: dict[str, float]
@@ -111,6 +113,10 @@ def sample(
         rows=list(rows),
         completions=grouped(texts),
         rewards=totals,
+        by_function={
+            name: column.view(len(rows), num_generations)
+            for name, column in zip(collector.rewards.names, rewards.T, strict=True)
+        },
         finished=grouped((facts[:, 2] > 0).tolist()),
         lengths=grouped(facts[:, 1].int().tolist()),
         figures=store.reduce(),

@@ -42,6 +42,23 @@ def sums(rng: random.Random) -> tuple[Rows, Rows]:
     return rows[HELDOUT_SUMS:], rows[:HELDOUT_SUMS]
 
 
+def sums_in_tags(rng: random.Random) -> tuple[Rows, Rows]:
+    """The sums of `sums`, each after one that has been answered in R1's form, ``<think>…</think> <answer>…</answer>``.
+
+    Args:
+        rng: as for `sums`, which gives the same split.
+
+    Returns:
+        Train rows and held-out rows, with the columns ``prompt`` (three messages) and ``answer`` (int).
+    """
+    example = [
+        {"role": "user", "content": "What is 3 + 5? Answer with a number."},
+        {"role": "assistant", "content": "<think>3 + 5 = 8</think> <answer>8</answer>"},
+    ]
+    train, heldout = ([{**row, "prompt": [*example, *row["prompt"]]} for row in part] for part in sums(rng))
+    return train, heldout
+
+
 COUNTDOWN_ROWS, COUNTDOWN_HELDOUT = 2000, 200
 
 
@@ -164,6 +181,7 @@ def human_eval_problem(row: Mapping[str, Any]) -> dict[str, Any]:
 
 BUILTIN_TASKS: dict[str, TaskFn] = {
     "builtin:sums": sums,
+    "builtin:sums_in_tags": sums_in_tags,
     "builtin:countdown": countdown,
 }
 """Every task by the name that a recipe gives as ``dataset_name``."""

@@ -60,7 +60,7 @@ def test_a_smaller_size_takes_the_first_rows_and_leaks_nothing():
 def test_an_unknown_task_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"unknown task 'builtin:sum'\. Did you mean 'builtin:sums'\?"):
         load_task("builtin:sum")
-    assert set(BUILTIN_TASKS) == {"builtin:sums", "builtin:countdown"}
+    assert set(BUILTIN_TASKS) == {"builtin:sums", "builtin:sums_in_tags", "builtin:countdown"}
 
 
 @pytest.mark.parametrize("size", [0, -1, 65])
@@ -86,3 +86,13 @@ def test_the_answer_of_gsm8k_is_what_follows_the_last_mark(solution, answer):
 def test_a_solution_of_gsm8k_without_an_answer_is_refused(solution):
     with pytest.raises(ValueError, match="no final number after ####"):
         gsm8k_answer({"answer": solution})
+
+
+def test_sums_in_tags_are_the_sums_after_one_in_the_form_that_is_asked_for():
+    from grpo_trainer.rewards.format import think_answer_format
+
+    for plain, tagged in zip(load_task("builtin:sums", 3), load_task("builtin:sums_in_tags", 3), strict=True):
+        assert tagged["answer"] == plain["answer"]
+        assert [prompt[-1] for prompt in tagged["prompt"]] == [prompt[-1] for prompt in plain["prompt"]]
+        (example,) = {prompt[1]["content"] for prompt in tagged["prompt"]}
+        assert think_answer_format([example]) == [1.0]

@@ -33,7 +33,7 @@ from grpo_trainer.rewards.contract import (
     check_rewards,
     reward_name,
 )
-from grpo_trainer.rewards.options import check_requirements, RewardOptions, options_of
+from grpo_trainer.rewards.options import RewardOptions, check_requirements, options_of
 from grpo_trainer.rewards.pool import Reply, Task, WorkerPool
 from grpo_trainer.rewards.scoring import Pending, Reward, Rows, Scoring, plain_state
 from grpo_trainer.rewards.workers import start_pools
