@@ -571,6 +571,7 @@ def test_sample_gives_whole_groups_in_the_order_of_the_rows(tmp_path):
     assert [len(group) for group in result.completions] == [5, 5, 5]
     assert result.rewards.shape == (3, 5)
     assert result.rewards[1, 3] == len(result.completions[1][3])
+    assert torch.equal(result.by_function["length_reward"], result.rewards)
     assert trainer.sample(rows, 5, seed=1).completions == result.completions
     assert trainer.sample(rows, 5, seed=2).completions != result.completions
 
