@@ -120,7 +120,7 @@ def build_tokenizer(arguments: RecipeArguments, config: Any) -> Any:
     )
     template = arguments.chat_template
     if template is not None:
-        is_file = len(template) < 1000 and "\n" not in template and Path(template).is_file()
+        is_file = "{" not in template and "\n" not in template and Path(template).is_file()
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8") if is_file else template
     return tokenizer
 
