@@ -22,6 +22,26 @@ TaskFn = Callable[[random.Random], tuple[Rows, Rows]]
 
 LARGEST_TERM = 20
 HELDOUT_SUMS = 64
+HELDOUT_FUNCTIONS = 64
+
+_FUNCTIONS: dict[str, Callable[[int, int], int | bool]] = {
+    "a plus {k}": lambda a, k: a + k,
+    "a minus {k}": lambda a, k: a - k,
+    "a times {k}": lambda a, k: a * k,
+    "{k} minus a": lambda a, k: k - a,
+    "the remainder of a divided by {k}": lambda a, k: a % k,
+    "the larger of a and {k}": max,
+    "the smaller of a and {k}": min,
+    "the square of a, plus {k}": lambda a, k: a * a + k,
+    "whether a is greater than {k}": lambda a, k: a > k,
+    "whether a is divisible by {k}": lambda a, k: a % k == 0,
+}
+"""What a function returns, and that."""
+_EXAMPLES = (
+    "# b minus 42\ndef f(b): return b - 42\n\n"
+    "# the larger of b and 30\ndef f(b): return max(b, 30)\n\n"
+    "# whether b is less than 40\ndef f(b): return b < 40\n\n"
+)
 
 
 def sums(rng: random.Random) -> tuple[Rows, Rows]:
@@ -179,10 +199,30 @@ def human_eval_problem(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"code_prefix": prompt, "test_setup": prompt, "tests": row["test"], "entry_point": row["entry_point"]}
 
 
+def functions(rng: random.Random) -> tuple[Rows, Rows]:
+    """Functions of one number, to be written after a line that says what they return, and three that are there already.
+
+    Of the 240 functions, ten kinds with 24 constants each, 64 are held out and the other 176 are for training: a
+    held-out function is of a kind that is trained on, with a constant that this kind is not trained on with.
+
+    Args:
+        rng: decides the split and the order.
+
+    Returns:
+        Train rows and held-out rows, with the columns ``prompt`` (a text that ends in ``return``), ``code_prefix`` and
+        ``tests`` (eight asserts), as the reward ``code_tests`` takes them.
+    """
+    kinds = [(what, value, k) for what, value in _FUNCTIONS.items() for k in range(2, 26)]
+    rng.shuffle(kinds)
+    rows = [_function_row(*kind) for kind in kinds]
+    return rows[HELDOUT_FUNCTIONS:], rows[:HELDOUT_FUNCTIONS]
+
+
 BUILTIN_TASKS: dict[str, TaskFn] = {
     "builtin:sums": sums,
     "builtin:sums_in_tags": sums_in_tags,
     "builtin:countdown": countdown,
+    "builtin:functions": functions,
 }
 """Every task by the name that a recipe gives as ``dataset_name``."""
 
@@ -222,6 +262,15 @@ def load_task(
 def _sum_row(a: int, b: int) -> dict[str, Any]:
     question = f"What is {a} + {b}? Answer with a number."
     return {"prompt": [{"role": "user", "content": question}], "answer": a + b}
+
+
+def _function_row(what: str, value: Callable[[int, int], int | bool], k: int) -> dict[str, Any]:
+    arguments = (0, 1, 17, 50, -3, k - 1, k, 2 * k)
+    return {
+        "prompt": f"{_EXAMPLES}# {what.format(k=k)}\ndef f(a): return",
+        "code_prefix": "def f(a): return",
+        "tests": [f"assert f({a}) == {value(a, k)}" for a in arguments],
+    }
 
 
 def _take(rows: Rows, size: int | None, what: str) -> Rows:

@@ -80,7 +80,7 @@ def _dispatch(options: argparse.Namespace, settings: list[str]) -> int:
     if options.command == "quickstart":
         from grpo_trainer.cli.quickstart import quickstart
 
-        return quickstart(settings, resume=options.resume)
+        return quickstart(settings, resume=options.resume, task=options.task)
     if settings:
         raise RecipeError(f"`list` takes no settings, but got {' '.join(settings)}")
     from grpo_trainer.cli.listing import print_lists
@@ -97,7 +97,18 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     flags = [word for word in rest if word in _FLAGS]
     settings = [word for word in rest if word not in _FLAGS]
     recipe, settings = _split_off_recipe(settings) if command == ["train"] else ([], settings)
-    return _parser().parse_args([*command, *flags, *recipe]), settings
+    task, settings = _split_off_task(settings) if command == ["quickstart"] else ([], settings)
+    return _parser().parse_args([*command, *flags, *task, *recipe]), settings
+
+
+def _split_off_task(words: list[str]) -> tuple[list[str], list[str]]:
+    """``--task code`` among the settings of a quickstart."""
+    for place, word in enumerate(words):
+        if word == "--task":
+            return words[place : place + 2], words[:place] + words[place + 2 :]
+        if word.startswith("--task="):
+            return [word], words[:place] + words[place + 1 :]
+    return [], words
 
 
 def _split_off_recipe(words: list[str]) -> tuple[list[str], list[str]]:
@@ -148,10 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="the same as --resume_from_checkpoint true")
     quickstart = command(
         "quickstart",
-        "Train a small pretrained model to add, and measure what it learned.",
-        "[--seed N] [--resume] [--output_dir FOLDER] [--key value ...]",
+        "Train a small pretrained model to add, or to write small functions, and measure what it learned.",
+        "[--task sums|code] [--seed N] [--resume] [--output_dir FOLDER] [--key value ...]",
         _OVERRIDES + _CODES,
     )
+    quickstart.add_argument("--task", default="sums", help="what it learns: sums (as it is), or code")
     quickstart.add_argument("--resume", action="store_true", help="go on from the last checkpoint of a stopped run")
     command("list", "List recipes, files for the launcher, losses, rewards and tasks.", "")
     return parser

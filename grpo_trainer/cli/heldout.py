@@ -31,7 +31,7 @@ class Measure:
     seconds: float
 
 
-def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str) -> Measure:
+def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str, noun: str = "sums") -> Measure:
     """The held-out reward of the policy as it is: several samples of each prompt at temperature 1.
 
     Args:
@@ -40,6 +40,7 @@ def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str) 
         seed: of the sampling; the same before and after.
         console: where to say so.
         when: for the line that it says.
+        noun: what the rows are.
 
     Returns:
         The measure.
@@ -51,13 +52,13 @@ def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str) 
         result = trainer.sample(heldout, num_generations=SAMPLES_PER_PROMPT, temperature=1.0, seed=seed)
     reward = mean_and_interval(result.rewards)
     examples = [
-        [row["prompt"][-1]["content"], texts[0], rewards[0]]
+        [_question(row["prompt"]), texts[0], rewards[0]]
         for row, texts, rewards in zip(
             result.rows[:EXAMPLES], result.completions, result.rewards.tolist(), strict=False
         )
     ]
     console.print(
-        f"held-out reward {when}: {reward}  (95 % interval, {reward.n} sums x {SAMPLES_PER_PROMPT} samples)",
+        f"held-out reward {when}: {reward}  (95 % interval, {reward.n} {noun} x {SAMPLES_PER_PROMPT} samples)",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -65,12 +66,18 @@ def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str) 
     return Measure(reward=reward, examples=examples, seconds=time.monotonic() - start)
 
 
-def before_after_table(before: Measure, after: Measure) -> Table:
+def _question(prompt: Any) -> str:
+    """What was asked: the last message, or the last paragraph of a text."""
+    return prompt.rpartition("\n\n")[2] if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def before_after_table(before: Measure, after: Measure, noun: str = "sums") -> Table:
     """The same prompts answered before and after.
 
     Args:
         before: the measure before training.
         after: the measure after training, of the same prompts in the same order.
+        noun: what the prompts are.
 
     Returns:
         A rich table.
@@ -80,13 +87,13 @@ def before_after_table(before: Measure, after: Measure) -> Table:
 
     from grpo_trainer.reports.tables import one_line
 
-    table = Table(title="Held-out sums, one sample of each", title_justify="left", pad_edge=False)
+    table = Table(title=f"Held-out {noun}, one sample of each", title_justify="left", pad_edge=False)
     table.add_column("question", ratio=3)
     for name, measured in (("before", before), ("after", after)):
         table.add_column(f"{name}: mean reward {measured.reward.mean:.2f}", ratio=4, overflow="fold")
         table.add_column("", justify="right")
     for (question, *first), (_, *second) in zip(before.examples, after.examples, strict=True):
-        cells = [Text(question)]
+        cells = [Text(one_line(question))]
         for text, reward in (first, second):
             cells += [Text(one_line(text)), Text(f"{reward:.0f}", style="green" if reward else "red")]
         table.add_row(*cells)

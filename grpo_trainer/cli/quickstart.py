@@ -1,8 +1,8 @@
-"""``quickstart``: a real pretrained model learns to add, and what it learned is measured on sums that it never saw.
+"""``quickstart``: a real pretrained model learns a small task, and what it learned is measured on what it never saw.
 
 ::
 
-    measure held-out sums -> train -> measure the same sums -> summary.json, reward_curve.png, completions/, model/
+    measure held-out rows -> train -> measure the same rows -> summary.json, reward_curve.png, completions/, model/
                                |
                              Ctrl-C or SIGTERM -> checkpoint -> --resume
 """
@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,40 @@ from grpo_trainer.cli.train import last_checkpoint
 if TYPE_CHECKING:
     from rich.console import Console
 
-RECIPE = "quickstart/smollm2-135m-sums"
+
+@dataclass(frozen=True, kw_only=True)
+class Lesson:
+    """What a quickstart teaches.
+
+    Attributes:
+        recipe: name of its recipe.
+        dataset: its task.
+        noun: what its rows are, for what is printed.
+        title: of the curve.
+    """
+
+    recipe: str
+    dataset: str
+    noun: str
+    title: str
+
+
+LESSONS = {
+    "sums": Lesson(
+        recipe="quickstart/smollm2-135m-sums",
+        dataset="builtin:sums",
+        noun="sums",
+        title="Sums of two numbers from 1 to 20",
+    ),
+    "code": Lesson(
+        recipe="quickstart/smollm2-135m-functions",
+        dataset="builtin:functions",
+        noun="functions",
+        title="Python functions of one number, tested",
+    ),
+}
+"""Every quickstart by the name that ``--task`` takes."""
+RECIPE = LESSONS["sums"].recipe
 _SETTLED = (
     *("dataset_name", "dataset_config", "datasets", "dataset_streaming", "dataset_map_fn", "dataset_column_mapping"),
     *("dataset_prompt_column", "test_split_size", "system_prompt", "reward_funcs", "reward_model_name_or_path"),
@@ -41,12 +74,13 @@ _SETTLED = (
 )
 
 
-def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
+def quickstart(words: Sequence[str] = (), *, resume: bool = False, task: str = "sums") -> int:
     """Runs the quickstart.
 
     Args:
         words: settings that go over the recipe's, ``--key value …``.
         resume: go on from the last checkpoint of a stopped run, if there is one.
+        task: a key of `LESSONS`.
 
     Returns:
         0; 130 after Ctrl-C; 143 after SIGTERM.
@@ -59,20 +93,25 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
 
     console = Console()
     say = functools.partial(_say, console)
+    if task not in LESSONS:
+        raise RecipeError(f"--task {task}: there is no such quickstart; use one of {', '.join(LESSONS)}")
+    lesson = LESSONS[task]
+    given = ["--task", task, *words] if task != "sums" else [*words]
     with starting():
-        recipe = _recipe(words, say)
+        recipe = _recipe(lesson, words, say)
         config = recipe.config()
         folder = Path(config.output_dir)
         if resume and (folder / "summary.json").is_file():
             say(f"--resume: the run in {folder} is finished, see its summary.json; leave out --resume to run anew")
             return 0
         checkpoint = _checkpoint(folder, recipe, resume, say)
-        trainer, heldout, progress = _prepare(recipe, config, console)
+        trainer, heldout, progress = _prepare(lesson, recipe, config, console)
     if checkpoint is None:
         make_way(folder, say)
-        save_run_file(folder, recipe, ["grpo-trainer", "quickstart", *words], processes=1)
+        save_run_file(folder, recipe, ["grpo-trainer", "quickstart", *given], processes=1)
         record = Record(
-            settings=_comparable(recipe), before=measure(trainer, heldout, config.seed, console, "before training")
+            settings=_comparable(recipe),
+            before=measure(trainer, heldout, config.seed, console, "before training", lesson.noun),
         )
         record.save(folder)
     else:
@@ -82,16 +121,17 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False) -> int:
     if code:
         state = trainer.state
         say(f"Stopped after step {state.global_step} of {state.max_steps}; checkpoint: {last_checkpoint(folder)}")
-        say(f"Go on with: {resume_command(words, config.seed)}")
+        say(f"Go on with: {resume_command(words, config.seed, task)}")
         return code
     trainer.save_model(str(folder / "model"))  # before the measure: whatever happens to that, this is kept
-    _finish(trainer, record, measure(trainer, heldout, config.seed, console, "after training"), folder, console)
+    after = measure(trainer, heldout, config.seed, console, "after training", lesson.noun)
+    _finish(lesson, trainer, record, after, folder, console)
     return 0
 
 
-def _recipe(words: Sequence[str], say: Callable[[str], None]) -> Recipe:
+def _recipe(lesson: Lesson, words: Sequence[str], say: Callable[[str], None]) -> Recipe:
     """The recipe, if this machine and the settings allow a quickstart."""
-    recipe = load_recipe(RECIPE, words, os.environ)
+    recipe = load_recipe(lesson.recipe, words, os.environ)
     for note in recipe.notes:
         say(f"note: {note}")
     for key in _SETTLED:
@@ -103,12 +143,12 @@ def _recipe(words: Sequence[str], say: Callable[[str], None]) -> Recipe:
     if processes > 1:
         raise RecipeError(
             f"quickstart runs in one process, not in {processes}. For several: "
-            f"accelerate launch -m grpo_trainer train {RECIPE}"
+            f"accelerate launch -m grpo_trainer train {lesson.recipe}"
         )
     return recipe
 
 
-def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, Any]:
+def _prepare(lesson: Lesson, recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, Any]:
     """The trainer, the held-out rows and the progress."""
     from grpo_trainer.cli.build import build_trainer, quiet_libraries
     from grpo_trainer.reports.completions import CompletionsWriter
@@ -116,7 +156,7 @@ def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, A
     from grpo_trainer.tasks import load_task
 
     quiet_libraries()
-    train_rows, heldout = load_task("builtin:sums", config.seed)
+    train_rows, heldout = load_task(lesson.dataset, config.seed)
     _say(console, f"loading {recipe.arguments.model_name_or_path} …")
     progress = RichProgress(console, tables=0 if config.log_completions else 4)
     own = [] if config.log_completions else [CompletionsWriter(Path(config.output_dir) / "completions")]
@@ -124,7 +164,7 @@ def _prepare(recipe: Recipe, config: Any, console: Console) -> tuple[Any, Any, A
     plan = config.batch_plan()
     _say(
         console,
-        f"{len(train_rows)} sums to train on, {len(heldout)} others held out; {config.max_steps} steps of "
+        f"{len(train_rows)} {lesson.noun} to train on, {len(heldout)} others held out; {config.max_steps} steps of "
         f"{plan.completions_per_rollout // plan.num_generations} prompts x {plan.num_generations} completions",
     )
     return trainer, heldout, progress
@@ -145,7 +185,7 @@ def _train(
     return code
 
 
-def _finish(trainer: Any, record: Record, after: Measure, folder: Path, console: Console) -> None:
+def _finish(lesson: Lesson, trainer: Any, record: Record, after: Measure, folder: Path, console: Console) -> None:
     """Writes summary and curve, and shows what was learned."""
     from grpo_trainer.reports.curve import draw_reward_curve
 
@@ -158,12 +198,12 @@ def _finish(trainer: Any, record: Record, after: Measure, folder: Path, console:
         [entry["reward"] for entry in logged],
         record.before.reward,
         after.reward,
-        title=f"Sums of two numbers from 1 to 20, {trainer.args.num_generations} completions per prompt",
+        title=f"{lesson.title}, {trainer.args.num_generations} completions per prompt",
     )
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
         for found in checkpoints_in(folder):  # those of Ctrl-C, which the saved model replaces
             shutil.rmtree(found)
-    console.print(before_after_table(record.before, after))
+    console.print(before_after_table(record.before, after, lesson.noun))
     _say(
         console,
         f"{summary['steps']} steps in {summary['train_seconds']:.0f} s ({summary['seconds_per_step']:.1f} s a step: "
@@ -204,12 +244,13 @@ def summarise(trainer: Any, record: Record, after: Measure) -> dict[str, Any]:
     }
 
 
-def resume_command(words: Sequence[str], seed: int) -> str:
+def resume_command(words: Sequence[str], seed: int, task: str = "sums") -> str:
     """The command that goes on with a stopped run.
 
     Args:
         words: the settings that the stopped run was given.
         seed: its seed.
+        task: what it teaches.
 
     Returns:
         ``make quickstart SEED=1 RESUME=1`` if make started it with no other setting, else the full command.
@@ -220,11 +261,12 @@ def resume_command(words: Sequence[str], seed: int) -> str:
     """
     others = [key for key in _keys(words) if key != "seed"]
     if os.environ.get("MAKELEVEL") and not others:
-        return f"make quickstart SEED={seed} RESUME=1"
+        return f"make quickstart{'' if task == 'sums' else f'-{task}'} SEED={seed} RESUME=1"
     python = Path(sys.executable)
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    return shlex.join([str(python), "-m", "grpo_trainer", "quickstart", "--resume", *words])
+    which = [] if task == "sums" else ["--task", task]
+    return shlex.join([str(python), "-m", "grpo_trainer", "quickstart", *which, "--resume", *words])
 
 
 def _checkpoint(folder: Path, recipe: Recipe, resume: bool, say: Callable[[str], None]) -> str | None:

@@ -55,7 +55,7 @@ _CHUNK = 1 << 16
 _WATCH_SECONDS = 0.05
 
 
-class SandboxError(RuntimeError):
+class SandboxError(OSError):
     """There is no sandbox on this machine, or it did not start."""
 
 
