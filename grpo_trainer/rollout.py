@@ -338,19 +338,24 @@ class RolloutCollector:
         scored = ScoredWhileDrawn(
             self.rewards, self.renderer.tokenizer, each_row, each_prompt, num_samples, self.trainer_state()
         )
-        with scored, self.timed("time/generation"), self.progress(sum(num_samples)) as observer:
-            completions = self.generator.generate(
-                [p.ids for p in prompts],
-                num_samples,
-                sampling or self.sampling,
-                seed=seed,
-                row_ids=row_ids,
-                observer=scored.observer(observer),
-            )
-        if len(completions) != len(each_row):
-            raise ValueError(f"the generator returned {len(completions)} completions, {len(each_row)} were asked for")
-        with self.timed("time/rewards"):
-            texts, (rewards, log) = scored.finish(completions.ids)
+        with scored:
+            with self.timed("time/generation"), self.progress(sum(num_samples)) as observer:
+                completions = self.generator.generate(
+                    [p.ids for p in prompts],
+                    num_samples,
+                    sampling or self.sampling,
+                    seed=seed,
+                    row_ids=row_ids,
+                    observer=scored.observer(observer),
+                )
+            if len(completions) != len(each_row):
+                raise ValueError(
+                    f"the generator returned {len(completions)} completions, {len(each_row)} were asked for"
+                )
+            with self.timed("time/rewards"):
+                texts, (rewards, log) = scored.finish(completions.ids)
+        if scored.hidden is not None:
+            self.metrics.add("time/rewards_hidden", scored.hidden, 0.0)
         for name in log.metrics:
             if name in OWN_FIGURES or name.startswith(OWN_PREFIXES):
                 raise ValueError(f"log_metric({name!r}, ...) would be mixed with the trainer's own figure of that name")

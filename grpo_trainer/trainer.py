@@ -586,6 +586,8 @@ class GRPOTrainer(ResumableTrainer):
         self._heap.step()
         for name in ("time/generation", "time/rewards", "time/logprobs"):
             self.metrics.add(name, 0.0, 1.0)
+        if self.collector.rewards.starts_early:
+            self.metrics.add("time/rewards_hidden", 0.0, 1.0)
         self.metrics.add("step_time", seconds)
         self.metrics.add("tokens_per_second", 0.0, seconds / self.args.world_size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import math
@@ -112,6 +113,44 @@ def test_a_run_with_workers_is_the_run_without(tmp_path, options):
         assert kept == {k: v for k, v in there.items() if not timings.search(k) and k != "letters"}
     assert seen.pop("letters_trouble") == [None] * 8
     assert seen == table
+
+
+@pytest.mark.parametrize("settings", [{}, {"dynamic_sampling": True, "temperature": 2.0}], ids=str)
+def test_a_run_whose_groups_are_judged_while_others_are_drawn_is_the_run_that_waits(tmp_path, settings, monkeypatch):
+    early: list[int] = []
+
+    async def judge(completions, answer, log_extra, log_metric, **kwargs):
+        await asyncio.sleep(0)
+        early.append(threading.current_thread() is not threading.main_thread())
+        log_extra("first", [c[:1] for c in completions])
+        log_metric("letters", sum(map(len, completions)))
+        return [float(len(set(c)) + a) for c, a in zip(completions, answer, strict=True)]
+
+    def run(folder):
+        early.clear()
+        trainer = make(
+            folder,
+            [judge, make_reward()],
+            log_completions=True,
+            reward_options={"judge": {"group": True}},
+            **settings,
+        )
+        trainer.train()
+        evaluated = trainer.evaluate(trainer.train_dataset)
+        weights = [p.detach().clone() for p in trainer.model.parameters()]
+        table = pq.read_table(folder / "completions/completions_00002.parquet").to_pydict()
+        timings = re.compile("time|second")
+        logs = [{k: v for k, v in e.items() if not timings.search(k)} for e in [*trainer.state.log_history, evaluated]]
+        figures = [e for e in trainer.state.log_history if "step_time" in e]
+        return logs, weights, table, all(early), [e["time/rewards_hidden"] for e in figures]
+
+    logs, weights, table, all_early, hidden = run(tmp_path / "early")
+    assert all_early and min(hidden) > 0
+    monkeypatch.setattr("grpo_trainer.rewards.overlap.ScoredWhileDrawn.observer", lambda self, inner: inner)
+    late, same, seen, any_early, nothing = run(tmp_path / "late")
+    assert not any_early and nothing == [0.0] * 2
+    assert (late, seen) == (logs, table) and all(a.equal(b) for a, b in zip(weights, same, strict=True))
+    assert not any(thread.name == "rewards" for thread in threading.enumerate())
 
 
 def test_workers_are_there_from_the_start_and_gone_at_the_end(tmp_path):

@@ -12,13 +12,13 @@ numbers and their order are the same.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import inspect
 import math
 import threading
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from grpo_trainer.rewards.contract import (
     check_rewards,
     reward_name,
 )
+from grpo_trainer.rewards.loop import LoopThread, run
 from grpo_trainer.rewards.options import RewardOptions, check_requirements, options_of
 from grpo_trainer.rewards.pool import Reply, Task, WorkerPool
 from grpo_trainer.rewards.scoring import Pending, Reward, Rows, Scoring, plain_state
@@ -48,6 +49,9 @@ __all__ = [
     "check_rewards",
     "reward_name",
 ]
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+"""Makes a coroutine."""
 
 
 class RewardSet:
@@ -126,8 +130,8 @@ class RewardSet:
 
     @property
     def starts_early(self) -> bool:
-        """Whether a worker can score a group while others are still being drawn."""
-        return any(reward.isolated and reward.piecewise for reward in self._rewards)
+        """Whether a group can be scored while others are still being drawn."""
+        return any(reward.starts_early for reward in self._rewards)
 
     def close(self) -> None:
         """Ends the workers, if there are any. The next batch starts new ones."""
@@ -167,17 +171,36 @@ class Batch:
         sizes = [len(self._inputs.rows)] if self._inputs.group_sizes is None else self._inputs.group_sizes
         self._groups = [list(range(sum(sizes[:i]), sum(sizes[: i + 1]))) for i in range(len(sizes))]
         self._early: set[int] = set()
+        self._loop: LoopThread | None = None
+        self._awaited: list[Future[None]] = []
+        self._clock = _Clock()
+
+    @property
+    def hidden(self) -> float:
+        """Seconds, before the batch was finished, in which at least one call was being made."""
+        return self._clock.seconds
 
     def start(self, group: int) -> None:
-        """Hands a group whose completions are there to those workers that can score it without the rest of the batch.
+        """Scores a group whose completions are there, with those functions that can do without the rest of the batch.
+
+        Workers score it, and coroutine functions that are called here, in a thread beside the drawing. Other functions
+        are not called beside it: what they use may be bound to the main thread, and they would hold up the drawing.
 
         Args:
             group: its place in the batch.
         """
         self._early.add(group)
         for scoring in self._scorings:
-            if scoring.reward.isolated and scoring.reward.piecewise:
-                self._away.start(scoring, scoring.calls([self._groups[group]]))
+            if not scoring.reward.starts_early:
+                continue
+            calls = scoring.calls([self._groups[group]])
+            if scoring.reward.isolated:
+                self._clock.begin(self._away.start(scoring, calls))
+            else:
+                self._loop = self._loop or LoopThread()
+                futures = [self._loop.submit(functools.partial(_call, scoring, rows)) for rows in calls]
+                self._clock.begin(futures)
+                self._awaited += futures
 
     def finish(self) -> tuple[Tensor, RewardLog]:
         """Scores what has not been started, and waits for all.
@@ -188,6 +211,7 @@ class Batch:
         Raises:
             Exception: as ``RewardSet.score``.
         """
+        self._clock.stop()
         rest = [group for place, group in enumerate(self._groups) if place not in self._early]
         pending: list[tuple[Scoring, Pending]] = []
         try:
@@ -197,9 +221,9 @@ class Batch:
             for scoring in self._scorings:
                 if not scoring.reward.isolated:
                     # lists of its own: what a function does to them does not reach the next
-                    pending += [(scoring, each) for rows in scoring.calls(self._groups) for each in scoring.call(rows)]
-            if pending:
-                _run(_gather([scoring.finish(each) for scoring, each in pending]))
+                    calls = scoring.calls(rest if scoring.reward.starts_early else self._groups)
+                    pending += [(scoring, each) for rows in calls for each in scoring.call(rows)]
+            self._await([functools.partial(scoring.finish, each) for scoring, each in pending])
             self._away.wait()
         except BaseException:
             self.abandon()
@@ -212,8 +236,63 @@ class Batch:
         return torch.tensor(columns, dtype=torch.float64).reshape(len(columns), -1).T.contiguous(), log
 
     def abandon(self) -> None:
-        """Ends what workers are doing for this batch, and the workers with it."""
-        self._rewards.close()
+        """Ends what is being done for this batch, and the workers with it."""
+        try:
+            self._close_loop()
+        finally:
+            self._rewards.close()
+
+    def _await(self, rest: list[Work]) -> None:
+        """Waits for these coroutines and for those that were started early; the first that raises ends them all."""
+        if self._loop is None:
+            if rest:
+                run(_gather([work() for work in rest]))
+            return
+        awaited = self._awaited + [self._loop.submit(work) for work in rest]
+        for future in as_completed(awaited):
+            future.result()
+        self._close_loop()
+
+    def _close_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.close()
+
+
+class _Clock:
+    """Measures how long at least one of some calls is under way, until it is stopped."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._since: float | None = None
+        self._stopped = False
+
+    def begin(self, futures: Sequence[Future[Any]]) -> None:
+        """Takes up calls that have begun."""
+        with self._lock:
+            if futures and self._since is None:
+                self._since = time.perf_counter()
+            self._under_way += len(futures)
+        for future in futures:
+            future.add_done_callback(self._end)
+
+    def stop(self) -> None:
+        """What is under way is no longer counted."""
+        with self._lock:
+            self._pause()
+            self._stopped = True
+
+    def _end(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way and not self._stopped:
+                self._pause()
+
+    def _pause(self) -> None:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+        self._since = None
 
 
 class _Away:
@@ -224,14 +303,14 @@ class _Away:
         self._state = plain_state(inputs.trainer_state) if pools else None
         self._tasks: dict[Future[Reply], tuple[Scoring, list[Rows]]] = {}
 
-    def start(self, scoring: Scoring, calls: list[Rows]) -> None:
+    def start(self, scoring: Scoring, calls: list[Rows]) -> list[Future[Reply]]:
         """Hands out calls: one at a time, or those of a coroutine function together, as they can wait together."""
         pool = self._pools[scoring.reward.options.isolation]
         share = -(-len(calls) // pool.size) if scoring.reward.asynchronous else 1
-        for first in range(0, len(calls), max(share, 1)):
-            self._submit(pool, scoring, calls[first : first + share])
+        firsts = range(0, len(calls), max(share, 1))
+        return [self._submit(pool, scoring, calls[first : first + share]) for first in firsts]
 
-    def _submit(self, pool: WorkerPool, scoring: Scoring, calls: list[Rows]) -> None:
+    def _submit(self, pool: WorkerPool, scoring: Scoring, calls: list[Rows]) -> Future[Reply]:
         options = scoring.reward.options
         # what awaits in vain is ended call by call, in the worker; this is for what never comes back from the function
         more = 1.0 if scoring.reward.asynchronous else 0.0
@@ -241,7 +320,9 @@ class _Away:
             time_limit=None if options.time_limit is None else options.time_limit + more,
             memory_limit=options.memory_limit,
         )
-        self._tasks[pool.submit(task)] = (scoring, calls)
+        future = pool.submit(task)
+        self._tasks[future] = (scoring, calls)
+        return future
 
     def wait(self) -> None:
         """Takes replies until every call is settled."""
@@ -262,48 +343,14 @@ class _Away:
         return scoring.fail(calls[0], "timeouts") if reply.timeout else scoring.fail(calls[0], "errors", reply.crash)
 
 
+async def _call(scoring: Scoring, rows: Rows) -> None:
+    """Makes a call of a coroutine function, and awaits it."""
+    for pending in scoring.call(rows):
+        await scoring.finish(pending)
+
+
 async def _gather(awaitables: list[Any]) -> None:
     await asyncio.gather(*awaitables)
-
-
-def _run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine to its end, also where an event loop is already running (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    outcome: dict[str, Any] = {}
-    begun, done = threading.Event(), threading.Event()
-
-    async def cancellable() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        outcome["cancel"] = functools.partial(loop.call_soon_threadsafe, task.cancel)
-        begun.set()
-        return await coroutine
-
-    def work() -> None:
-        try:
-            outcome["value"] = asyncio.run(cancellable())
-        except BaseException as error:
-            outcome["error"] = error
-        finally:
-            done.set()
-
-    thread = threading.Thread(target=work, name="rewards")
-    try:
-        thread.start()
-        done.wait()  # a join that an interrupt breaks off takes the thread for ended, before Python 3.13
-    except BaseException:  # Ctrl-C: what went on behind the notebook's back would meet the next run
-        if begun.wait(timeout=1):
-            with contextlib.suppress(RuntimeError):  # it has just ended by itself
-                outcome["cancel"]()
-            thread.join()
-        raise
-    thread.join()
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["value"]
 
 
 def unique_names(names: list[str]) -> list[str]:

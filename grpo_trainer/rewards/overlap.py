@@ -1,4 +1,4 @@
-"""Scoring while other completions are still being drawn: each group goes to the workers as soon as it is complete."""
+"""Scoring while other completions are still being drawn: each group is scored as soon as it is complete."""
 
 from __future__ import annotations
 
@@ -68,6 +68,11 @@ class ScoredWhileDrawn:
             An observer; ``inner`` itself if no function can begin early.
         """
         return _Groups(self, inner or Observer()) if self._rewards.starts_early else inner
+
+    @property
+    def hidden(self) -> float | None:
+        """Seconds of scoring while completions were being drawn; None if no function can begin early."""
+        return self._batch.hidden if self._rewards.starts_early else None
 
     def finish(self, ids: Sequence[Sequence[int]]) -> tuple[list[str], tuple[Tensor, RewardLog]]:
         """The rewards of all.

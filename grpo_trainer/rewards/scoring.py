@@ -71,6 +71,11 @@ class Reward:
         function = inspect.unwrap(getattr(self.function, "func", self.function))
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
+    @property
+    def starts_early(self) -> bool:
+        """Whether a group is scored while others are still being drawn."""
+        return self.piecewise and (self.isolated or self.asynchronous)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pending:

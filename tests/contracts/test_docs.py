@@ -242,7 +242,7 @@ VARIANTS = {  # what makes the figures that only some settings have
     "vespo": dict(loss_type="vespo"),
     "entropy": dict(use_adaptive_entropy=True, off_policy_mask_threshold=0.5),
     "dynamic sampling": dict(dynamic_sampling=True, prompt_sampling="uniform"),
-    "workers": dict(reward_options={"reward": {"isolation": "process"}}),
+    "workers": dict(reward_options={"reward": {"isolation": "process", "rows_per_call": 8}}),
     "divergence": dict(kl_placement="reward", kl_target=0.1, sampler_correction=True),
     "experts": dict(model=lambda: tiny("qwen3_moe", vocab_size=256)),
 }

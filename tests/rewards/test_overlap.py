@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import threading
 import time
 
 import psutil
@@ -168,3 +171,152 @@ def test_what_ends_the_drawing_ends_the_scoring():
         tell(scored.observer(None), [3, 4])
         raise KeyboardInterrupt
     assert workers() == []
+
+
+# --- coroutine functions that are called here -------------------------------------------------------------------------
+
+
+class Judge:
+    """Answers when it is allowed to; knows what it is asked, and in which thread."""
+
+    def __init__(self, allowed=True, failing=()):
+        self.asked, self.threads, self.failing, self.cancelled = [], set(), failing, []
+        self.gate = threading.Event()
+        if allowed:
+            self.gate.set()
+
+    async def __call__(self, completions, answer, log_extra, log_metric, **kwargs):
+        self.asked.append(tuple(answer))
+        self.threads.add(threading.current_thread())
+        try:
+            while not self.gate.is_set():
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled.append(tuple(answer))
+            raise
+        if any(a in self.failing for a in answer):
+            raise LookupError(f"no judgement of {answer}")
+        log_extra("with", [len(completions)] * len(completions))
+        log_metric("first", answer[0])
+        return [len(c) + 10.0 * a for c, a in zip(completions, answer, strict=True)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("options", [{"group": True}, {"rows_per_call": 7}, {"cache": True}], ids=str)
+def test_coroutines_begin_early_and_give_what_they_give_at_the_end(options, order):
+    def scored_by(judge, told):
+        rewards = RewardSet([judge, *make()[2:]], options=[RewardOptions(**options), RewardOptions()])
+        with while_drawn(rewards) as scored:
+            observer = scored.observer(None)
+            tell(observer, told)
+            early = len(judge.asked)
+        _, (values, log) = scored.finish([ids(t) for t in TEXTS])
+        assert threading.current_thread() not in judge.threads or not told
+        return values, log, early
+
+    expected, late, _ = scored_by(Judge(), ())
+    judge = Judge()
+    values, log, _ = scored_by(judge, ORDERS[order])
+    assert values.tolist() == expected.tolist()
+    assert sorted(a for call in judge.asked for a in call) == list(range(7))  # each once
+    assert not any(thread.is_alive() for thread in judge.threads - {threading.current_thread()})
+    if "group" in options:
+        assert log == late
+
+
+def test_a_coroutine_runs_while_others_are_drawn_and_its_time_is_told():
+    judge = Judge(allowed=False)
+    rewards = RewardSet([judge], options=[RewardOptions(group=True)])
+    with while_drawn(rewards) as scored:
+        tell(scored.observer(None), [3, 4])
+        while not judge.asked:  # what does not begin now never would
+            time.sleep(0.001)
+        started = time.perf_counter()
+        while time.perf_counter() < started + 0.05:
+            pass
+        judge.gate.set()
+        while any(not future.done() for future in scored._batch._awaited):
+            time.sleep(0.001)
+        under_way = scored.hidden
+        assert under_way >= 0.05
+        time.sleep(0.01)
+        assert scored.hidden == under_way  # nothing was under way meanwhile
+    scored.finish([ids(t) for t in TEXTS])
+    assert judge.asked == [(3, 4), (0, 1, 2), (5, 6)] and scored.hidden == under_way
+
+
+def test_where_nothing_can_begin_early_no_time_is_told():
+    assert while_drawn(RewardSet(make())).hidden is None
+    assert while_drawn(RewardSet([Judge()])).hidden is None  # it gets the whole batch
+    inline = RewardSet(make()[:1], options=[RewardOptions(group=True)])  # may need the main thread
+    assert while_drawn(inline).hidden is None and not inline.starts_early
+
+
+@pytest.mark.parametrize("order", [(), (5, 6), range(7)], ids=str)
+def test_what_a_coroutine_raises_early_comes_at_the_end_as_it_would_have(order):
+    judge = Judge(failing=[5])
+    rewards = RewardSet([judge], options=[RewardOptions(group=True)])
+    with pytest.raises(LookupError, match=r"no judgement of \[5, 6\]") as raised, while_drawn(rewards) as scored:
+        tell(scored.observer(None), order)
+        drawn = True
+        scored.finish([ids(t) for t in TEXTS])
+    assert drawn and raised.value.__notes__ == ["raised by reward function 'Judge', while it scored 2 completions"]
+    assert not any(thread.name == "rewards" for thread in threading.enumerate())
+
+
+def test_trouble_that_does_not_end_the_run_is_counted_as_at_the_end():
+    def scored_by(told):
+        rewards = RewardSet([Judge(failing=[1])], options=[RewardOptions(rows_per_call=2, on_error=-1)])
+        with while_drawn(rewards) as scored:
+            tell(scored.observer(None), told)
+            _, (values, log) = scored.finish([ids(t) for t in TEXTS])
+        return values.tolist(), log.troubles, log.extra["Judge_trouble"]
+
+    # a call with several is made again one by one, so 0 has its reward
+    assert scored_by(()) == scored_by(range(7))
+    values, troubles, _ = scored_by(range(7))
+    assert values[:2] == [[1.0], [-1.0]] and troubles["rewards/Judge/errors"] == 1
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
+def test_what_ends_the_drawing_cancels_coroutines(interrupt):
+    judge = Judge(allowed=False)
+    rewards = RewardSet([judge], options=[RewardOptions(group=True)])
+    with pytest.raises(interrupt), while_drawn(rewards) as scored:
+        tell(scored.observer(None), [3, 4])
+        while not judge.asked:
+            time.sleep(0.001)
+        raise interrupt
+    assert judge.cancelled == [(3, 4)]
+    assert not any(thread.is_alive() for thread in judge.threads)
+
+
+def test_an_interrupt_while_the_rest_is_waited_for_cancels_coroutines():
+    judge = Judge(allowed=False)
+    rewards = RewardSet([judge], options=[RewardOptions(group=True)])
+
+    def interrupt():
+        while len(judge.asked) < 3:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    with pytest.raises(KeyboardInterrupt), while_drawn(rewards) as scored:
+        tell(scored.observer(None), [3, 4])
+        thread.start()
+        scored.finish([ids(t) for t in TEXTS])
+    thread.join()
+    assert len(judge.cancelled) == 3
+    assert not any(thread.is_alive() for thread in judge.threads)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_coroutine_that_ends_the_process_ends_it(kind):
+    async def leaves(completions, **kwargs):
+        raise kind
+
+    rewards = RewardSet([leaves], options=[RewardOptions(group=True)])
+    with pytest.raises(kind), while_drawn(rewards) as scored:
+        tell(scored.observer(None), [3, 4])
+        scored.finish([ids(t) for t in TEXTS])
+    assert not any(thread.name == "rewards" for thread in threading.enumerate())
