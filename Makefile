@@ -1,14 +1,14 @@
 # The two commands are `make quickstart` and `make test`. Both set up .venv first, from constraints.txt.
 #
 #   PYTHON=python3.12    the Python that .venv is made with (3.10 or newer)
-#   SEED=1 RESUME=1      quickstart, quickstart-code: another seed; go on from the last checkpoint
+#   SEED=1 RESUME=1      quickstart, quickstart-format, quickstart-code: another seed; go on from the last checkpoint
 #   WORKLOAD=sums DTYPE=bf16 WHAT=step    bench: some of it (names with commas); GSM8K=FILE: problems as JSON lines
 #   TASK=gcd SEEDS=3,4 SIDES=ours MAX_STEPS=40    bench-accuracy: some of it; runs that are there already are kept
 #   WORKERS=4            test: pytest processes (each computes with one thread)
 #   TORCH_INDEX=URL      where else to look for torch, e.g. PyTorch's CPU wheel index (see PyTorch's install page)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-code test slow oldest lint bench bench-accuracy bench-generation bench-import \
+.PHONY: help quickstart quickstart-format quickstart-code test slow oldest lint bench bench-accuracy bench-generation bench-import \
     bench-rewards clean
 .DELETE_ON_ERROR:
 
@@ -44,6 +44,9 @@ help:  ## this list
 
 quickstart: $(VENV)/.quickstart  ## train SmolLM2-135M to add, on this machine; results in out/quickstart
 	@$(BIN)/python -m grpo_trainer quickstart --seed $(SEED) $(if $(RESUME),--resume)
+
+quickstart-format: $(VENV)/.quickstart  ## ... to think and answer in tags, from one example; results in out/quickstart-format
+	@$(BIN)/python -m grpo_trainer quickstart --task format --seed $(SEED) $(if $(RESUME),--resume)
 
 quickstart-code: $(VENV)/.quickstart  ## ... to write small functions, each run in a sandbox; results in out/quickstart-code
 	@$(BIN)/python -m grpo_trainer quickstart --task code --seed $(SEED) $(if $(RESUME),--resume)

@@ -159,11 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="the same as --resume_from_checkpoint true")
     quickstart = command(
         "quickstart",
-        "Train a small pretrained model to add, or to write small functions, and measure what it learned.",
-        "[--task sums|code] [--seed N] [--resume] [--output_dir FOLDER] [--key value ...]",
+        "Train a small pretrained model to add, to keep a form or to write small functions, and measure what it learned.",
+        "[--task sums|format|code] [--seed N] [--resume] [--output_dir FOLDER] [--key value ...]",
         _OVERRIDES + _CODES,
     )
-    quickstart.add_argument("--task", default="sums", help="what it learns: sums (as it is), or code")
+    quickstart.add_argument("--task", default="sums", help="what it learns: sums (as it is), format or code")
     quickstart.add_argument("--resume", action="store_true", help="go on from the last checkpoint of a stopped run")
     command("list", "List recipes, files for the launcher, losses, rewards and tasks.", "")
     return parser

@@ -31,7 +31,9 @@ class Measure:
     seconds: float
 
 
-def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str, noun: str = "sums") -> Measure:
+def measure(
+    trainer: Any, heldout: Any, seed: int, console: Console, when: str, noun: str = "sums", measured: str | None = None
+) -> Measure:
     """The held-out reward of the policy as it is: several samples of each prompt at temperature 1.
 
     Args:
@@ -41,6 +43,7 @@ def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str, 
         console: where to say so.
         when: for the line that it says.
         noun: what the rows are.
+        measured: name of the reward that counts; None: all of them together.
 
     Returns:
         The measure.
@@ -50,12 +53,11 @@ def measure(trainer: Any, heldout: Any, seed: int, console: Console, when: str, 
     start = time.monotonic()
     with console.status(f"measuring the held-out reward {when} …"):
         result = trainer.sample(heldout, num_generations=SAMPLES_PER_PROMPT, temperature=1.0, seed=seed)
-    reward = mean_and_interval(result.rewards)
+    scores = result.rewards if measured is None else result.by_function[measured]
+    reward = mean_and_interval(scores)
     examples = [
         [_question(row["prompt"]), texts[0], rewards[0]]
-        for row, texts, rewards in zip(
-            result.rows[:EXAMPLES], result.completions, result.rewards.tolist(), strict=False
-        )
+        for row, texts, rewards in zip(result.rows[:EXAMPLES], result.completions, scores.tolist(), strict=False)
     ]
     console.print(
         f"held-out reward {when}: {reward}  (95 % interval, {reward.n} {noun} x {SAMPLES_PER_PROMPT} samples)",

@@ -43,12 +43,14 @@ class Lesson:
         dataset: its task.
         noun: what its rows are, for what is printed.
         title: of the curve.
+        measured: name of the reward that is measured and drawn; None: all of them together.
     """
 
     recipe: str
     dataset: str
     noun: str
     title: str
+    measured: str | None = None
 
 
 LESSONS = {
@@ -57,6 +59,13 @@ LESSONS = {
         dataset="builtin:sums",
         noun="sums",
         title="Sums of two numbers from 1 to 20",
+    ),
+    "format": Lesson(
+        recipe="quickstart/smollm2-135m-format",
+        dataset="builtin:sums_in_tags",
+        noun="sums",
+        title="<think>…</think> <answer>…</answer> from one example",
+        measured="think_answer_format",
     ),
     "code": Lesson(
         recipe="quickstart/smollm2-135m-functions",
@@ -111,7 +120,7 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False, task: str = "
         save_run_file(folder, recipe, ["grpo-trainer", "quickstart", *given], processes=1)
         record = Record(
             settings=_comparable(recipe),
-            before=measure(trainer, heldout, config.seed, console, "before training", lesson.noun),
+            before=measure(trainer, heldout, config.seed, console, "before training", lesson.noun, lesson.measured),
         )
         record.save(folder)
     else:
@@ -124,7 +133,7 @@ def quickstart(words: Sequence[str] = (), *, resume: bool = False, task: str = "
         say(f"Go on with: {resume_command(words, config.seed, task)}")
         return code
     trainer.save_model(str(folder / "model"))  # before the measure: whatever happens to that, this is kept
-    after = measure(trainer, heldout, config.seed, console, "after training", lesson.noun)
+    after = measure(trainer, heldout, config.seed, console, "after training", lesson.noun, lesson.measured)
     _finish(lesson, trainer, record, after, folder, console)
     return 0
 
@@ -191,11 +200,12 @@ def _finish(lesson: Lesson, trainer: Any, record: Record, after: Measure, folder
 
     summary = summarise(trainer, record, after)
     write_json(folder / "summary.json", summary)
-    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    name = "reward" if lesson.measured is None else f"rewards/{lesson.measured}/mean"
+    logged = [entry for entry in trainer.state.log_history if name in entry]
     draw_reward_curve(
         folder / "reward_curve.png",
         [entry["step"] for entry in logged],
-        [entry["reward"] for entry in logged],
+        [entry[name] for entry in logged],
         record.before.reward,
         after.reward,
         title=f"{lesson.title}, {trainer.args.num_generations} completions per prompt",

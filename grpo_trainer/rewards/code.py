@@ -102,6 +102,13 @@ def _refuse(
 ) -> None:
     """Refuses a knob that is wrong, and a machine without a sandbox.
 
+    Args:
+        language: a key of `LANGUAGES`.
+        sandbox: where programs run.
+        credit: ``all`` or ``share``.
+        seconds: of a program.
+        **rest: other knobs of the rewards.
+
     Raises:
         ValueError: naming the knob, what it is and what it may be.
         SandboxError: if there is no sandbox here.
