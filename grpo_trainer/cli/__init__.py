@@ -159,7 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--resume", action="store_true", help="the same as --resume_from_checkpoint true")
     quickstart = command(
         "quickstart",
-        "Train a small pretrained model to add, to keep a form or to write small functions, and measure what it learned.",
+        "Train a small pretrained model to add, to keep a form or to write functions, and measure what it learned.",
         "[--task sums|format|code] [--seed N] [--resume] [--output_dir FOLDER] [--key value ...]",
         _OVERRIDES + _CODES,
     )
