@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from grpo_trainer.generation.base import Observer
 from grpo_trainer.generation.cache import RowCache
 from grpo_trainer.generation.flight import Flight, Row
-from grpo_trainer.generation.hf import pad_left
 from grpo_trainer.generation.memory import stored_dtype
+from grpo_trainer.generation.prefill import Prefill
 from grpo_trainer.generation.randomness import uniforms
 from grpo_trainer.generation.sampling import Draw, Shaper, draw_tokens, pick_tokens
 from grpo_trainer.generation.schedule import Batch, Schedule, prefill_batches
@@ -56,6 +56,8 @@ class Decoding:
         self._width = max(map(len, prompts)) + sampling.max_new_tokens if shaper.reads_tokens else 0
         self._cache_name = cache_argument(self._model) or ""
         self._keeps_one = "logits_to_keep" in inspect.signature(type(self._model).forward).parameters
+        used = [prompts[p] for p in dict.fromkeys(p for p, _ in keys)]
+        self._prefill = Prefill(self._forward, text_config(self._model), used, self._device)
         self._cache: RowCache | None = None
         self._flight: Flight | None = None
         self._done: dict[tuple[int, int], tuple[Row, bool]] = {}
@@ -72,8 +74,10 @@ class Decoding:
         while self._flight is not None or self._schedule.waiting:
             rows = self._flight.rows if self._flight is not None else []
             begin = self._schedule.next_rows(len(rows), max((row.prompt_length for row in rows), default=0))
-            for part in prefill_batches(begin, [len(p) for p in self._prompts]):
+            for part in prefill_batches(begin, [len(p) for p in self._prompts], self._prefill.shared):
                 self._begin(part)
+            if not self._schedule.waiting:
+                self._prefill.clear()
             if self._flight is not None:
                 self._step(self._flight)
         ends = [self._done[key] for key in self._keys]  # in the order that was asked for
@@ -85,10 +89,7 @@ class Decoding:
 
     def _begin(self, part: Sequence[Batch]) -> None:
         """Prefills some prompts, draws the first token of their rows, and takes those that go on into the cache."""
-        ids, mask = pad_left([self._prompts[batch.prompt] for batch in part], self._device)
-        filled = DynamicCache(config=text_config(self._model))
-        padded = any(len(self._prompts[batch.prompt]) < ids.shape[1] for batch in part)
-        logits = self._forward(ids, mask if padded else None, (mask.cumsum(dim=1) - 1).clamp(min=0), filled)  # (P, V)
+        logits, filled = self._prefill([self._prompts[batch.prompt] for batch in part])  # (P, V)
         new = self._new_rows(part)
         source = torch.tensor([i for i, batch in enumerate(part) for _ in batch.completions], device=self._device)
         gone = set(self._draw(logits[source], new))

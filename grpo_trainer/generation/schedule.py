@@ -13,7 +13,7 @@ from dataclasses import dataclass
 PREFILL_TOKENS = 4096
 """Most tokens of one prefill, padding included; a longer prompt goes alone."""
 
-_CHEAP_PADDING = 64
+CHEAP_PADDING = 64
 """Tokens of padding that cost less than another pass, however few the prompts have."""
 
 _REFILL_SHARE = 8
@@ -99,12 +99,13 @@ class Schedule:
         return taken
 
 
-def prefill_batches(batches: Sequence[Batch], lengths: Sequence[int]) -> list[list[Batch]]:
+def prefill_batches(batches: Sequence[Batch], lengths: Sequence[int], shared: int = 0) -> list[list[Batch]]:
     """Cuts rows that begin together into prefills, such that padding is at most a quarter of one, or cheap.
 
     Args:
         batches: longest prompt first.
         lengths: tokens of each prompt.
+        shared: of these, those that are not computed, since all prompts begin with them.
 
     Returns:
         Lists of batches.
@@ -119,8 +120,10 @@ def prefill_batches(batches: Sequence[Batch], lengths: Sequence[int]) -> list[li
     for batch in batches:
         length = lengths[batch.prompt]
         if parts:
-            padded = lengths[parts[-1][0].prompt] * (len(parts[-1]) + 1)
-            if padded <= PREFILL_TOKENS and padded - (real + length) <= max(_CHEAP_PADDING, padded // 4):
+            rows = len(parts[-1]) + 1
+            padded = lengths[parts[-1][0].prompt] * rows
+            computed = padded - shared * rows
+            if padded <= PREFILL_TOKENS and padded - (real + length) <= max(CHEAP_PADDING, computed // 4):
                 parts[-1].append(batch)
                 real += length
                 continue

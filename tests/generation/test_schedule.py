@@ -92,3 +92,10 @@ def test_prefills_are_cut_where_padding_would_cost_more_than_another_pass():
     assert cut(1000, 800, 700, 100) == [[1000, 800, 700], [100]]  # 500 of 3000
     assert cut(3000, 2900, 100) == [[3000], [2900], [100]]  # two would be more than the most
     assert PREFILL_TOKENS < 6000
+
+
+def test_padding_is_compared_with_what_is_computed():
+    batches = [Batch(0, range(1)), Batch(1, range(1))]
+    assert len(prefill_batches(batches, [1000, 800])) == 1  # 200 of 2000
+    assert len(prefill_batches(batches, [1000, 800], shared=600)) == 1  # 200 of 800
+    assert len(prefill_batches(batches, [1000, 800], shared=601)) == 2  # 200 of 798
