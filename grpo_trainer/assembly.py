@@ -257,7 +257,10 @@ def prefer_own_progress(trainer: Any) -> None:
         trainer: with all its callbacks.
     """
     callbacks = trainer.callback_handler.callbacks
-    if any(getattr(callback, "replaces_progress", False) for callback in callbacks):
+    own = [callback for callback in callbacks if getattr(callback, "replaces_progress", False)]
+    if own:
+        if hasattr(own[0], "rollout") and trainer.args.process_index == 0:
+            trainer.collector.progress = own[0].rollout
         for callback in list(callbacks):
             if type(callback).__name__ in ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback"):
                 trainer.remove_callback(callback)

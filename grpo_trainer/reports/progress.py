@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import time
 from collections.abc import Mapping, Sequence
@@ -11,9 +12,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.trainer_callback import TrainerCallback
 
+from grpo_trainer.generation.base import Observer
 from grpo_trainer.reports.guard import Guard
 from grpo_trainer.reports.notebook import Output, at_end_of_cell, in_notebook
 from grpo_trainer.reports.printer import show_table
+from grpo_trainer.reports.rollout_progress import Spoken
 
 
 class RichProgress(TrainerCallback):
@@ -109,6 +112,17 @@ class RichProgress(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Takes the bar down."""
         self.close()
+
+    def rollout(self, total: int) -> contextlib.AbstractContextManager[Observer]:
+        """What an engine tells of a rollout: a long one says now and then how far it is.
+
+        Args:
+            total: completions of the rollout on this process.
+
+        Returns:
+            A context that gives the observer.
+        """
+        return contextlib.nullcontext(Spoken(total, self._say))
 
     def _draw(self, state: Any) -> None:
         if self._bar is not None:

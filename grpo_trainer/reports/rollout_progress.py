@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
@@ -12,6 +12,8 @@ from grpo_trainer.generation.base import Observer
 
 DELAY = 10.0
 """Seconds that a rollout takes before the line appears."""
+SPOKEN_EVERY = 30.0
+"""Seconds from one line to the next where lines are printed one below the other."""
 
 
 class _Line(Observer):
@@ -28,6 +30,44 @@ class _Line(Observer):
 
     def finished(self, prompt: int, completion: int, ids: tuple[int, ...], ended: bool) -> None:
         self._bar.update()
+
+
+class Spoken(Observer):
+    """Says now and then how far a rollout is, where another bar is drawn already.
+
+    Args:
+        total: completions of the rollout on this process.
+        say: takes a line.
+    """
+
+    def __init__(self, total: int, say: Callable[[str], None]) -> None:
+        self._total, self._say = total, say
+        self._done, self._tokens, self._start = 0, 0, time.perf_counter()
+        self._next = self._start + SPOKEN_EVERY
+
+    def tick(self, tokens: int) -> None:
+        """Counts, and says a line when it is time.
+
+        Args:
+            tokens: drawn in this step.
+        """
+        self._tokens += tokens
+        now = time.perf_counter()
+        if now >= self._next:
+            self._next = now + SPOKEN_EVERY
+            rate = self._tokens / (now - self._start)
+            self._say(f"rollout: {self._done}/{self._total} completions, {rate:.0f} tokens/s")
+
+    def finished(self, prompt: int, completion: int, ids: tuple[int, ...], ended: bool) -> None:
+        """Counts.
+
+        Args:
+            prompt: index of its prompt.
+            completion: index among the prompt's completions.
+            ids: its tokens.
+            ended: whether it ended by itself.
+        """
+        self._done += 1
 
 
 @contextlib.contextmanager

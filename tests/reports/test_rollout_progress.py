@@ -48,3 +48,22 @@ def test_it_is_gone_when_drawing_fails(monkeypatch):
 def test_the_trainer_shows_it_unless_told_to_be_quiet(quiet, tmp_path):
     trainer = make(tmp_path, disable_tqdm=quiet)
     assert (trainer.collector.progress is rollout_progress) == (not quiet)
+
+
+def test_where_there_is_another_bar_a_line_is_said_now_and_then(monkeypatch):
+    said, clock = [], iter([0.0, 10.0, 31.0, 40.0, 62.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    spoken = module.Spoken(4, said.append)
+    for number in range(4):
+        spoken.tick(31)
+        spoken.finished(0, number, (1,), True)
+    assert said == ["rollout: 1/4 completions, 2 tokens/s", "rollout: 3/4 completions, 2 tokens/s"]
+
+
+def test_the_bar_of_a_run_says_it(tmp_path):
+    from grpo_trainer.reports.progress import RichProgress
+
+    progress = RichProgress(tables=0)
+    trainer = make(tmp_path, disable_tqdm=False, callbacks=[progress])
+    assert trainer.collector.progress == progress.rollout
+    trainer.train()
