@@ -27,7 +27,7 @@ HELDOUT_FUNCTIONS = 64
 _FUNCTIONS: dict[str, Callable[[int, int], int | bool]] = {
     "a plus {k}": lambda a, k: a + k,
     "a minus {k}": lambda a, k: a - k,
-    "a times {k}": lambda a, k: a * k,
+    "twice a, plus {k}": lambda a, k: 2 * a + k,
     "{k} minus a": lambda a, k: k - a,
     "the remainder of a divided by {k}": lambda a, k: a % k,
     "the larger of a and {k}": max,
@@ -265,7 +265,7 @@ def _sum_row(a: int, b: int) -> dict[str, Any]:
 
 
 def _function_row(what: str, value: Callable[[int, int], int | bool], k: int) -> dict[str, Any]:
-    arguments = (0, 1, 17, 50, -3, k - 1, k, 2 * k)
+    arguments = (0, 1, 17, -3, k - 1, k, k + 1, 2 * k)
     return {
         "prompt": f"{_EXAMPLES}# {what.format(k=k)}\ndef f(a): return",
         "code_prefix": "def f(a): return",

@@ -60,7 +60,7 @@ def test_a_smaller_size_takes_the_first_rows_and_leaks_nothing():
 def test_an_unknown_task_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match=r"unknown task 'builtin:sum'\. Did you mean 'builtin:sums'\?"):
         load_task("builtin:sum")
-    assert set(BUILTIN_TASKS) == {"builtin:sums", "builtin:sums_in_tags", "builtin:countdown"}
+    assert set(BUILTIN_TASKS) == {"builtin:sums", "builtin:sums_in_tags", "builtin:countdown", "builtin:functions"}
 
 
 @pytest.mark.parametrize("size", [0, -1, 65])
@@ -96,3 +96,60 @@ def test_sums_in_tags_are_the_sums_after_one_in_the_form_that_is_asked_for():
         assert [prompt[-1] for prompt in tagged["prompt"]] == [prompt[-1] for prompt in plain["prompt"]]
         (example,) = {prompt[1]["content"] for prompt in tagged["prompt"]}
         assert think_answer_format([example]) == [1.0]
+
+
+SOLUTIONS = {
+    "a plus {}": "a + {}",
+    "a minus {}": "a - {}",
+    "twice a, plus {}": "2 * a + {}",
+    "{} minus a": "{} - a",
+    "the remainder of a divided by {}": "a % {}",
+    "the larger of a and {}": "max(a, {})",
+    "the smaller of a and {}": "min({}, a)",
+    "the square of a, plus {}": "a ** 2 + {}",
+    "whether a is greater than {}": "a > {}",
+    "whether a is divisible by {}": "a % {} == 0",
+}
+
+
+def asked(row) -> tuple[str, int]:
+    """The kind of function that a row asks for and its constant, read from its prompt alone."""
+    *_, comment, start = row["prompt"].split("\n")
+    assert start == row["code_prefix"] == "def f(a): return"
+    (k,) = re.findall(r"[0-9]+", comment)
+    return comment.removeprefix("# ").replace(k, "{}"), int(k)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_every_function_is_in_exactly_one_part_and_every_kind_in_both(seed):
+    train, heldout = load_task("builtin:functions", seed)
+    assert len(heldout) == 64
+    rows = [asked(row) for row in [*train, *heldout]]
+    assert sorted(rows) == sorted(itertools.product(SOLUTIONS, range(2, 26)))
+    assert {kind for kind, _ in map(asked, train)} == {kind for kind, _ in map(asked, heldout)} == set(SOLUTIONS)
+
+
+def test_a_function_passes_its_own_tests_and_no_other_kinds():
+    _, heldout = load_task("builtin:functions", 0)
+    for row in heldout:
+        kind, k = asked(row)
+        for other, solution in SOLUTIONS.items():
+            namespace: dict = {}
+            exec(f"{row['code_prefix']} {solution.format(k)}", namespace)
+            passed = [eval(test.removeprefix("assert "), dict(namespace)) for test in row["tests"]]
+            assert all(passed) is (other == kind), (kind, k, other)
+        assert len(row["tests"]) == 8
+
+
+def test_a_function_off_by_one_fails():
+    _, heldout = load_task("builtin:functions", 1)
+    for row in heldout:
+        kind, k = asked(row)
+        for wrong in (k - 1, k + 1):
+            namespace: dict = {}
+            exec(f"{row['code_prefix']} {SOLUTIONS[kind].format(wrong)}", namespace)
+            try:
+                passed = all(eval(test.removeprefix("assert "), dict(namespace)) for test in row["tests"])
+            except ZeroDivisionError:
+                continue
+            assert not passed, (kind, k, wrong)

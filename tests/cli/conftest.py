@@ -70,7 +70,7 @@ class FakeTrainer:
         self.sampled.append((len(dataset), seed))
         rows = [dataset[i] for i in range(len(dataset))]
         right = self.state.global_step > 0
-        texts = [[f"It is {row['answer'] if right else 0}."] * num_generations for row in rows]
+        texts = [[f"It is {row.get('answer') if right else 0}."] * num_generations for row in rows]
         rewards = torch.tensor([[float(right)] * num_generations for _ in rows], dtype=torch.float64)
         return SimpleNamespace(rows=rows, completions=texts, rewards=rewards)
 

@@ -11,6 +11,7 @@ import pytest
 
 from grpo_trainer.cli import main
 from grpo_trainer.cli.quickstart import resume_command
+from grpo_trainer.rewards import sandbox
 
 
 @pytest.fixture
@@ -229,3 +230,45 @@ def test_the_python_of_the_command_is_named_from_here(monkeypatch, tmp_path):
 def test_log_completions_writes_the_completions_once(folder, fake_trainer):
     assert quickstart(folder, "--log_completions", "true") == 0
     assert not (folder / "completions").exists()  # that is then the trainer's own, which the fake is not
+
+
+@pytest.mark.parametrize("words", [["--task", "code"], ["--task=code"]])
+def test_another_task_by_name(folder, fake_trainer, words, capsys):
+    assert quickstart(folder, *words, "--seed", "1") == 0
+    (trainer,) = fake_trainer.made
+    assert [f.__name__ for f in trainer.reward_funcs] == ["code_tests"]
+    assert trainer.train_dataset[0]["code_prefix"] == "def f(a): return"
+    assert trainer.sampled == [(64, 1), (64, 1)]
+    assert {"summary.json", "reward_curve.png", "completions", "model"} < set(names(folder))
+    out = capsys.readouterr().out
+    assert "176 functions to train on, 64 others held out" in out and "Held-out functions" in out
+    assert "def f(a): return" in out and "the larger of b and 30" not in out.partition("Held-out")[2]
+    assert "--task code" in (folder / "run.yaml").read_text()
+
+
+def test_an_unknown_task_is_refused_with_the_known_ones(folder, capsys):
+    assert quickstart(folder, "--task", "cooking") == 2
+    assert "--task cooking: there is no such quickstart; use one of sums, code" in capsys.readouterr().err
+
+
+def test_the_command_to_go_on_keeps_the_task(monkeypatch):
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    assert resume_command(["--seed", "1"], 1, "code").endswith("quickstart --task code --resume --seed 1")
+    monkeypatch.setenv("MAKELEVEL", "1")
+    assert resume_command(["--seed", "1"], 1, "code") == "make quickstart-code SEED=1 RESUME=1"
+
+
+@pytest.mark.skipif(not sandbox.sandbox_is_available(), reason=f"no sandbox here: {sandbox._trouble()}")
+def test_the_recipe_of_functions_rewards_a_function_that_is_right():
+    from grpo_trainer.cli.build import build_rewards
+    from grpo_trainer.cli.recipe import load_recipe
+    from grpo_trainer.tasks import load_task
+
+    recipe = load_recipe("quickstart/smollm2-135m-functions", ["--use_cpu"])
+    (reward,) = build_rewards(recipe)
+    _, heldout = load_task(recipe.arguments.dataset_name, 0)
+    row = next(row for row in heldout if "# a plus " in row["prompt"])
+    k = row["prompt"].rpartition("a plus ")[2].split("\n")[0]
+    columns = {name: [row[name]] * 3 for name in ("tests", "code_prefix")}
+    assert reward(completions=[f" a + {k}\n", f" {k} - a\n", " a +\n"], **columns) == [1.0, 0.0, 0.0]
+    assert recipe.config().generation_kwargs == {"stop_strings": ["\n"]}
