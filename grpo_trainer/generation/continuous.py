@@ -14,6 +14,7 @@ from grpo_trainer.generation.memory import default_cache_tokens
 from grpo_trainer.generation.randomness import row_keys
 from grpo_trainer.generation.sampling import rules_of
 from grpo_trainer.generation.state import inference_state
+from grpo_trainer.generation.support import why_not_batches
 from grpo_trainer.loading import base_model
 from grpo_trainer.registry import suggest
 from grpo_trainer.types import Completions, SamplingParams
@@ -59,7 +60,8 @@ class ContinuousGenerator:
                 )
 
     def check(self, sampling: SamplingParams) -> None:
-        """Checks that continuous batching can draw as it is asked to: it would leave out what it cannot, and go on.
+        """Checks that continuous batching can draw from this model, and as it is asked to: it would leave out what it
+        cannot, and go on.
 
         Args:
             sampling: how to draw.
@@ -67,7 +69,13 @@ class ContinuousGenerator:
         Raises:
             ValueError: naming what it cannot do, and an engine that can.
         """
-        model, config = base_model(self._policy()), generation_config(sampling)
+        policy = self._policy()
+        reason = why_not_batches(policy)
+        if reason is not None:
+            raise ValueError(
+                f"generation_engine='continuous_batching' cannot be used because {reason}; set generation_engine='auto'"
+            )
+        model, config = base_model(policy), generation_config(sampling)
         strange = ["stop_strings"] if sampling.extra.get("stop_strings") else []
         if not strange:
             with torch.no_grad():

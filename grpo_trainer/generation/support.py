@@ -78,6 +78,22 @@ def why_not_group(policy: Any, config: GenerationConfig, longest: int) -> str | 
     return _adapter(policy) or _model(model) or _layers(model) or _positions(model, longest) or _request(config)
 
 
+def why_not_batches(policy: Any) -> str | None:
+    """Why continuous batching of transformers cannot draw from a model: it packs rows and brings its own attention.
+
+    Args:
+        policy: the policy, unwrapped from data parallelism.
+
+    Returns:
+        As in ``why_not_group``.
+    """
+    model = base_model(policy)
+    reason = _adapter(policy) or _model(model) or _layers(model)
+    if reason is None and not model._supports_attention_backend:
+        reason = f"the attention of {type(model).__name__} cannot be exchanged"
+    return reason
+
+
 def why_not_rules(processors: Any, criteria: Any) -> str | None:
     """Why these processors and criteria cannot be applied to rows that come and go.
 

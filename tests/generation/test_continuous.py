@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ from grpo_trainer import GRPOConfig
 from grpo_trainer.generation.continuous import ContinuousGenerator
 from grpo_trainer.generation.hf import HFGenerator
 from tests import helpers
+from tests.generation import families
 from tests.generation.doubles import PROMPTS, sampling
 from tests.test_trainer import logs, make
 
@@ -28,6 +30,52 @@ def test_greedy_decoding_is_that_of_generate(room):
     expected = HFGenerator(lambda: model).generate(PROMPTS, COUNTS, sampling(temperature=0.0), seed=0)
     got = draw(model, temperature=0.0, room=room)
     assert (got.ids, got.finished) == (expected.ids, expected.finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families.DENSE)
+def test_every_family_says_what_generate_says_to_each_prompt_alone(name):
+    model = families.family(name)
+    config = families.greedy_config(sampling(max_new_tokens=12, eos_token_ids=()))
+    alone = [families.generate_alone(model, prompt, config) for prompt in PROMPTS]
+    got = draw(model, temperature=0.0, max_new_tokens=12, eos_token_ids=())
+    assert got.ids == tuple(ids for ids, n in zip(alone, COUNTS, strict=True) for _ in range(n))
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        ("T5ForConditionalGeneration", {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1}, "has an encoder"),
+        ("MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}, "keeps a state"),
+        ("BloomForCausalLM", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "takes no position_ids"),
+    ],
+)
+def test_a_model_that_it_cannot_decode_is_refused_with_the_reason(kind, settings, reason):
+    model = families.build(kind, vocab_size=64, **settings)
+    with pytest.raises(ValueError, match=f"'continuous_batching' cannot be used because .*{reason}.*='auto'"):
+        ContinuousGenerator(lambda: model).check(sampling())
+
+
+def test_an_attention_that_cannot_be_exchanged_is_refused(monkeypatch):
+    model = helpers.tiny_llama()
+    monkeypatch.setattr(type(model), "_supports_attention_backend", False)
+    with pytest.raises(ValueError, match="the attention of LlamaForCausalLM cannot be exchanged"):
+        ContinuousGenerator(lambda: model).check(sampling())
+
+
+def test_an_adapter_takes_part_and_one_of_learned_tokens_is_refused():
+    import peft
+
+    model = families.family("llama")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+    params = {"temperature": 0.0, "max_new_tokens": 8, "eos_token_ids": ()}
+    expected = HFGenerator(lambda: adapted).generate(PROMPTS, COUNTS, sampling(**params), seed=0).ids
+    assert draw(adapted, **params).ids == expected
+    tuned = peft.get_peft_model(
+        families.family("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+    with pytest.raises(ValueError, match="puts learned tokens in front of the prompt"):
+        ContinuousGenerator(lambda: tuned).check(sampling())
 
 
 def test_an_end_of_sequence_token_is_the_last_and_says_that_the_row_has_finished():
@@ -69,6 +117,24 @@ def test_the_policy_is_left_as_it_was_and_nothing_runs_on():
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert not [t for t in threading.enumerate() if "atch" in t.name]
+
+
+def test_an_interrupt_leaves_the_policy_as_it_was_and_nothing_running():
+    model = helpers.tiny_llama().train()
+    calls = []
+
+    def interrupt(module, args, kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    handle = model.register_forward_pre_hook(interrupt, with_kwargs=True)
+    with pytest.raises(KeyboardInterrupt):
+        draw(model, max_new_tokens=200, eos_token_ids=())
+    handle.remove()
+    assert model.training and model.config._attn_implementation == "sdpa"
+    assert not [t for t in threading.enumerate() if "atch" in t.name]
+    assert draw(model) == draw(helpers.tiny_llama())
 
 
 @pytest.mark.parametrize(
