@@ -248,7 +248,7 @@ def test_another_task_by_name(folder, fake_trainer, words, capsys):
 
 def test_an_unknown_task_is_refused_with_the_known_ones(folder, capsys):
     assert quickstart(folder, "--task", "cooking") == 2
-    assert "--task cooking: there is no such quickstart; use one of sums, code" in capsys.readouterr().err
+    assert "--task cooking: there is no such quickstart; use one of sums, format, code" in capsys.readouterr().err
 
 
 def test_the_command_to_go_on_keeps_the_task(monkeypatch):
