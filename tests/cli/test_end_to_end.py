@@ -82,7 +82,8 @@ def test_every_shipped_recipe_is_told_in_a_dry_run(name, tiny, tmp_path, capsys,
     assert f"optimizer steps  {config.max_steps} in all" in shown
     assert f"x {config.num_generations} completions" in shown
     assert re.search(r"What is |Using the numbers |def f\(a\)", shown)
-    assert ("Assistant:" if wanted.arguments.chat_template else "<|im_start|>assistant") in shown
+    begins = "Assistant:" if wanted.arguments.chat_template else "<|im_start|>assistant"
+    assert ("def f(a): return" if wanted.arguments.dataset_name == "builtin:functions" else begins) in shown
     assert "".join((wanted.arguments.system_prompt or "").split()) in "".join(shown.split())
     assert shown.rstrip().endswith("dry run: nothing was trained, nothing was written")
     assert sorted(tmp_path.rglob("*")) == before
