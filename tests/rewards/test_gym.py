@@ -12,18 +12,9 @@ from grpo_trainer.rewards.base import RewardSet
 from grpo_trainer.rewards.contract import RewardInputs
 from grpo_trainer.rewards.gym import reasoning_gym
 from grpo_trainer.rewards.options import options_of
+from grpo_trainer.rewards.sandbox import sandbox_is_available
 
 pytest.importorskip("reasoning_gym", reason="the extra `rewards` is not installed")
-
-
-def sandboxed() -> bool:
-    from grpo_trainer.rewards.sandbox import require_sandbox
-
-    try:
-        require_sandbox()
-    except RuntimeError:
-        return False
-    return True
 
 
 def rows_of(name):
@@ -66,7 +57,7 @@ def test_all_of_them_are_scored_in_a_sandbox():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not sandboxed(), reason="bubblewrap is not installed or does not work here")
+@pytest.mark.skipif(not sandbox_is_available(), reason="bubblewrap is not installed or does not work here")
 def test_what_a_scorer_evaluates_reaches_nothing(tmp_path: Path):
     """countdown's scorer evaluates the text."""
     (row,) = rows_of("countdown?size=1&test_size=1")
