@@ -27,6 +27,17 @@ For example:
   grpo-trainer train out/run.yaml --output_dir out/again
   accelerate launch --config_file FILE -m grpo_trainer train my.yaml
 """
+_REWARDS = """
+For example:
+  grpo-trainer rewards check gsm8k/smollm2-135m-gsm8k
+  grpo-trainer rewards check my.yaml --rows 100 --samples 16 --reference solution
+  grpo-trainer rewards check my.yaml --no_model
+  grpo-trainer rewards try quickstart/smollm2-135m-sums --completion "It is 19." --row 3
+
+check scores the reference answers, which must get full marks, texts that say nothing and the answers of other rows,
+which must not, and a few samples of the model; it ends with 1 if something is off. try scores one text and explains
+each part.
+"""
 _CODES = """
 Exit codes: 0 success, 1 the run failed, 2 the recipe or a setting is wrong, 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
@@ -81,6 +92,10 @@ def _dispatch(options: argparse.Namespace, settings: list[str]) -> int:
         from grpo_trainer.cli.quickstart import quickstart
 
         return quickstart(settings, resume=options.resume, task=options.task)
+    if options.command == "rewards":
+        from grpo_trainer.cli.rewards import rewards
+
+        return rewards(options.action, options.recipe, settings)
     if settings:
         raise RecipeError(f"`list` takes no settings, but got {' '.join(settings)}")
     from grpo_trainer.cli.listing import print_lists
@@ -96,9 +111,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         return _parser().parse_args(argv), []
     flags = [word for word in rest if word in _FLAGS]
     settings = [word for word in rest if word not in _FLAGS]
-    recipe, settings = _split_off_recipe(settings) if command == ["train"] else ([], settings)
+    action = settings[:1] if command == ["rewards"] else []
+    settings = settings[len(action) :]
+    recipe, settings = _split_off_recipe(settings) if command in (["train"], ["rewards"]) else ([], settings)
     task, settings = _split_off_task(settings) if command == ["quickstart"] else ([], settings)
-    return _parser().parse_args([*command, *flags, *task, *recipe]), settings
+    return _parser().parse_args([*command, *flags, *task, *action, *recipe]), settings
 
 
 def _split_off_task(words: list[str]) -> tuple[list[str], list[str]]:
@@ -165,6 +182,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     quickstart.add_argument("--task", default="sums", help="what it learns: sums (as it is), format or code")
     quickstart.add_argument("--resume", action="store_true", help="go on from the last checkpoint of a stopped run")
+    rewards = command(
+        "rewards",
+        "Look at the rewards of a recipe before a run: check them, or try them on a text.",
+        "{check,try} RECIPE [--rows N] [--samples N] [--reference COLUMN] [--no_model] [--completion TEXT] [--row N] "
+        "[--key value ...]",
+        _REWARDS + _OVERRIDES + _CODES,
+    )
+    rewards.add_argument("action", metavar="check|try", choices=("check", "try"), help="what to do")
+    rewards.add_argument("recipe", metavar="RECIPE", help="a YAML file, or the name of a recipe that `list` shows")
     command("list", "List recipes, files for the launcher, losses, rewards and tasks.", "")
     return parser
 
