@@ -60,7 +60,7 @@ def likes_nonsense(completions, **kwargs):
     return [float("asdf" in text) for text in completions]
 
 
-def others_answers(completions, **kwargs):
+def any_number(completions, answer, **kwargs):
     return [float(text.strip().isdecimal()) for text in completions]
 
 
@@ -74,7 +74,7 @@ def raising(completions, **kwargs):
         ([never], [], "'empty' scores as much as the reference answer on 3 of 3 rows"),
         ([always], [], "'nonsense' scores as much as the reference answer on 3 of 3 rows"),
         ([likes_nonsense], [], "'nonsense' scores as much as the reference"),
-        ([others_answers], [], "'the answer of another row' scores as much as the reference answer on 3 of 3 rows"),
+        ([any_number], [], "'the answer of another row' scores as much as the reference answer on 3 of 3 rows"),
         ([half], ["half"], "half: the reference answer does not score full marks on 3 of 3 rows, e.g. row 0, '2': 0.5"),
         ([last_integer, absent], [], "absent applied to nothing: it was None for every completion"),
         ([raising], [], "raising failed: KeyError: 'no such column'"),
@@ -83,6 +83,15 @@ def raising(completions, **kwargs):
 def test_what_does_not_fit_is_said(functions, library, said):
     off = report_of(*functions, library=library).off
     assert any(sentence.startswith(said) for sentence in off), off
+
+
+def test_rewards_of_the_form_alone_are_told_as_such():
+    def a_number(completions, **kwargs):
+        return [float(text.strip().isdecimal()) for text in completions]
+
+    report = report_of(a_number)
+    assert report.off == []
+    assert "'the answer of another row' scores as much" in report.notes[0] and "the form alone" in report.notes[0]
 
 
 def test_two_rewards_that_ask_for_different_forms_are_found():
@@ -151,10 +160,9 @@ def test_check_prints_a_table_and_ends_with_0(recipe, capsys):
 
 
 def test_check_ends_with_1_if_something_is_off(recipe, capsys):
-    # the whole solutions are the references then, and "#### 2" is nothing that countdown reads
-    words = ["--no_model", "--reward_funcs", "think_answer_format"]
-    assert main(["rewards", "check", recipe, *words]) == 1
-    assert "off: 'the answer of another row' scores as much" in capsys.readouterr().out
+    assert main(["rewards", "check", recipe, "--no_model", "--reward_funcs", "readability"]) == 1
+    shown = capsys.readouterr().out
+    assert "off: readability applied to nothing: it was None" in shown and "off: 'empty' scores as much" in shown
 
 
 def test_try_explains_each_part(recipe, capsys):
