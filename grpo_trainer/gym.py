@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 PREFIX = "reasoning_gym:"
 SIZES = {"size": 1000, "test_size": 100}
 """Problems of each part, unless the name says otherwise."""
+REFUSED = {"game_of_life_halting": "its scorer gives full marks to any text"}
+"""Tasks that are not offered, each with the reason."""
 APART = 1_000_003
 """What the seed of the held-out part is beyond that of the training part."""
 
@@ -111,6 +113,8 @@ def _configuration(name: str, task: str, given: dict[str, Any]) -> dict[str, Any
     _library()
     from reasoning_gym.factory import DATASETS, create_curriculum, has_curriculum
 
+    if task in REFUSED:
+        raise ValueError(f"{name!r}: this task is not offered: {REFUSED[task]}")
     if task not in DATASETS:
         raise ValueError(f"{name!r}: reasoning-gym has no task {task!r}.{suggest(task, DATASETS)}")
     config: dict[str, Any] = {}

@@ -48,6 +48,7 @@ def test_a_level_raises_every_attribute_of_the_curriculum():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("reasoning_gym:game_of_life_halting", "not offered: its scorer gives full marks to any text"),
         ("reasoning_gym:chain_sums", "no task 'chain_sums'. Did you mean 'chain_sum'?"),
         ("reasoning_gym:chain_sum?max_term=3", "no parameter 'max_term'. Did you mean 'max_terms'?"),
         ("reasoning_gym:chain_sum?seed=3", "no parameter 'seed'"),

@@ -389,7 +389,7 @@ def table_of(report: Report) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("reward", overflow="fold", min_width=max(len(line.name) for line in report.lines))
     for head in ("weight", "refer.", "nons.", "model", "differ", "None", "ms", "limits"):
         table.add_column(head, justify="right", no_wrap=True)
