@@ -17,7 +17,7 @@ Batch = tuple[Callable[..., list[float | None]], dict[str, Any]]
 
 
 def code_asserts(salt: int) -> Batch:
-    """64 functions with three asserts each; a process for the program and one for its tests."""
+    """64 functions with two asserts each; a process for the program and one for its tests."""
     from grpo_trainer.rewards.code import code_tests
 
     texts = [f"def add(a, b):\n    # {salt} {i}\n    return a + b\n" for i in range(64)]

@@ -26,6 +26,8 @@ from grpo_trainer.registry import suggest
 from grpo_trainer.rewards import exchange
 from grpo_trainer.rewards.options import requires
 from grpo_trainer.rewards.sandbox import Limits, Program, SandboxError, require_sandbox, run, run_beside
+from grpo_trainer.rewards.text import text_of
+from grpo_trainer.runtime import processor_share
 
 CONFINED = "bubblewrap"
 UNCONFINED = "none, I accept that model-written code runs on this machine"
@@ -325,7 +327,7 @@ def _sources(completions: Sequence[Any], prefixes: Sequence[str | None] | None, 
     """The program of each completion; empty where there is none."""
     sources = []
     for completion, prefix in zip(completions, prefixes or [None] * len(completions), strict=True):
-        text = _text(completion)
+        text = text_of(completion)
         if len(text) > _LONGEST:
             sources.append("")
         elif prefix is None:
@@ -336,14 +338,6 @@ def _sources(completions: Sequence[Any], prefixes: Sequence[str | None] | None, 
             block = extract_code(text, language)
             sources.append(f"{prefix}\n{block}" if block else "")
     return sources
-
-
-def _text(completion: Any) -> str:
-    """The text of a completion: itself, or the content of its last message."""
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1].get("content") if completion else None
-    return content if isinstance(content, str) else ""
 
 
 def parse_tests(given: Any) -> list[str] | list[tuple[str, str]]:
@@ -517,7 +511,7 @@ def _each(
 ) -> list[float | None]:
     """``work(*job)`` for each job, several at a time, each different one once; 0.0 where there is nothing to do."""
     different = list(dict.fromkeys(job for job in jobs if job is not None))
-    workers = min(len(different), workers or max(2, _cores()))
+    workers = min(len(different), workers or max(2, processor_share()))
     if not different:
         return [0.0] * len(jobs)
     with ThreadPoolExecutor(workers, thread_name_prefix="code-reward") as pool:
@@ -534,10 +528,6 @@ def _of_row(row: int, result: Callable[[], float | None]) -> float | None:
         return result()
     except ValueError as error:
         raise ValueError(f"code_tests: the tests of row {row}: {error}") from error
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _bytes(source: str) -> bytes:

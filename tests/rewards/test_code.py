@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import sysconfig
 
 import pytest
 
@@ -321,3 +322,18 @@ def test_equal_programs_are_run_once(monkeypatch):
     monkeypatch.setattr(code._How, "score", lambda self, *job: runs.append(job) or ran(self, *job))
     assert scored([ADD] * 8 + ["x = 1"], [ADD_TESTS] * 9) == [1.0] * 8 + [0.0]
     assert len(runs) == 2
+
+
+@needs_sandbox
+def test_installed_packages_cannot_be_read_for_a_data_set_may_lie_there():
+    program = f"import glob\nprint(glob.glob({sysconfig.get_path('stdlib')!r} + '/*-packages/*'))"
+    program += (
+        "\nprint([*glob.glob('/usr/lib/python3*/*-packages/*'), *glob.glob('/usr/l*/lib/python3*/*-packages/*')])"
+    )
+    assert scored([program], [[{"input": "", "output": "[]\n[]"}]]) == [1.0]
+
+
+@needs_sandbox
+def test_what_a_test_prints_is_no_verdict():
+    tests = "print('true')\nprint('true')\nassert add(1, 2) == 4\nassert add(1, 2) == 3"
+    assert scored([ADD], [tests], credit="share") == [0.5]
