@@ -8,7 +8,7 @@ What a program in the sandbox has: ``/usr`` and the folders given as ``readable`
 of limited size, in memory, gone afterwards; a ``/proc`` with its own processes; no network, not even the host's
 loopback; no capability, no new privileges and no namespaces of its own; an environment of five variables.
 
-- ``env -i`` comes first since ``/proc/1/environ`` shows the environment that bwrap itself was started with.
+- ``env -i`` comes first: bwrap's own environment, with the user's keys, is not there to be read in ``/proc``.
 - ``prlimit`` comes last since inside a user namespace the number of processes is counted there; outside, it would count
   every process of the user.
 - ``sh`` is the first process of the sandbox; with it the kernel ends all others.
@@ -157,14 +157,23 @@ def sandbox_command(
     if os.geteuid() == 0:
         carried = [f"/tmp/{index}" for index in range(len(paths))]
         if paths:
-            outer = ["bwrap", "--dev-bind", "/", "/", "--perms", "0755", "--tmpfs", "/tmp"]
+            outer = [_tool("bwrap"), "--dev-bind", "/", "/", "--perms", "0755", "--tmpfs", "/tmp"]
             outer += [word for path, place in zip(paths, carried, strict=True) for word in ("--ro-bind", path, place)]
             outer += ["--die-with-parent", "--"]
-        drop = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--pdeathsig=SIGKILL"]
+        drop = [_tool("setpriv"), f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--pdeathsig=SIGKILL"]
         outer += drop
     else:
         carried = paths
-    inner = ["bwrap", "--unshare-all", *fences, "--die-with-parent", "--new-session", "--cap-drop", "ALL", *mounts]
+    inner = [
+        _tool("bwrap"),
+        "--unshare-all",
+        *fences,
+        "--die-with-parent",
+        "--new-session",
+        "--cap-drop",
+        "ALL",
+        *mounts,
+    ]
     inner += ["--as-pid-1", "--proc", "/proc", "--dev", "/dev"]
     size = str(int(limits.file_bytes))
     for folder in ("/tmp", "/dev/shm"):
@@ -180,7 +189,15 @@ def sandbox_command(
         inner += ["--setenv", key, value]
     if status_fd is not None:
         inner += ["--json-status-fd", str(status_fd)]
-    return ["env", "-i", f"PATH={_ENVIRONMENT['PATH']}", *outer, *inner, "--", *_limited([*_INIT, *argv], limits)]
+    return [
+        _tool("env"),
+        "-i",
+        f"PATH={_ENVIRONMENT['PATH']}",
+        *outer,
+        *inner,
+        "--",
+        *_limited([*_INIT, *argv], limits),
+    ]
 
 
 HERE = "@"
@@ -381,7 +398,7 @@ def _trouble() -> str | None:
 def _fences() -> tuple[str, ...]:
     """What keeps a program from making namespaces of its own, in which it could mount; new in bubblewrap 0.8."""
     try:
-        said = subprocess.run(["bwrap", "--help"], capture_output=True, text=True, timeout=20, check=False)
+        said = subprocess.run([_tool("bwrap"), "--help"], capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
     return ("--unshare-user", "--disable-userns") if "--disable-userns" in said.stdout + said.stderr else ()
@@ -539,6 +556,11 @@ def _limited(argv: Sequence[str], limits: Limits) -> list[str]:
         "msgqueue": 0,
     }
     return ["prlimit", *(f"--{name}={amount}" for name, amount in amounts.items()), "--", *argv]
+
+
+def _tool(name: str) -> str:
+    """A tool of the host where the user's PATH has it; inside, PATH is another one."""
+    return shutil.which(name) or name
 
 
 def _address_space(limits: Limits) -> int:

@@ -337,3 +337,11 @@ def test_installed_packages_cannot_be_read_for_a_data_set_may_lie_there():
 def test_what_a_test_prints_is_no_verdict():
     tests = "print('true')\nprint('true')\nassert add(1, 2) == 4\nassert add(1, 2) == 3"
     assert scored([ADD], [tests], credit="share") == [0.5]
+
+
+@needs_sandbox
+def test_a_check_may_call_the_function_by_its_own_name():
+    """HumanEval/33 does; what the prompt says under that name is a stub."""
+    setup = "def double(x):\n    pass\n"
+    tests = "def check(candidate):\n    assert candidate(2) == double(2) == 4"
+    assert scored(["def double(x): return 2 * x"], [tests], ["double"], [setup]) == [1.0]

