@@ -3,7 +3,8 @@
 For each engine a process of its own draws completions of one prompt length, none of which ends early, a growing number
 of them at once; of several calls the first is left out and the best is taken. Beside them stands the floor that memory
 sets: each token of a row needs all weights and the row's keys and values to be read once, and the weights serve all
-rows of a step. Writes benchmarks/results/generation.json and a picture.
+rows of a step. Writes benchmarks/results/generation.json and a picture; with ``--docs`` table and picture go into
+docs/generation.md.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import json
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from processes import RESULTS, run, write_json
+from report import BEGIN, DOCS, END, processor
 
 COLOURS = {"group": "#4477aa", "generate": "#cc3311", "continuous_batching": "#ee7733"}
 PROMPT, NEW, CALLS = 64, 64, 3
@@ -70,7 +73,10 @@ def worker(engine: str, counts: str, dtype: str, folder: str) -> None:
     from grpo_trainer.types import SamplingParams
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(model_source(), dtype=torch.float32).to(device)
+    # autocast does not reach continuous batching, which computes in the weights' own type
+    own = engine == "continuous_batching" and dtype == "bf16"
+    model = AutoModelForCausalLM.from_pretrained(model_source(), dtype=torch.bfloat16 if own else torch.float32)
+    model = model.to(device)
 
     def lower() -> contextlib.AbstractContextManager:
         return torch.autocast(device.type, torch.bfloat16) if dtype == "bf16" else contextlib.nullcontext()
@@ -122,6 +128,43 @@ def draw(path: Path, entry: dict[str, Any]) -> None:
     figure.savefig(path)
 
 
+def table(entry: dict[str, Any]) -> str:
+    """One line per engine, and one for the floor: tokens per second by completions in flight.
+
+    Args:
+        entry: counts, the floor and each engine's figures.
+
+    Returns:
+        Markdown.
+    """
+    rows = {**{f"`{engine}`": rates for engine, rates in entry["engines"].items()}, "memory bandwidth": entry["floor"]}
+    head = ["completions in flight", *map(str, entry["counts"])]
+    lines = [head, ["---"] * len(head), *([name, *(f"{rate:.0f}" for rate in rates)] for name, rates in rows.items())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def publish(entry: dict[str, Any], page: Path) -> None:
+    """Puts table and picture into a page: in place of those of before, or as a new section at its end.
+
+    Args:
+        entry: as for ``table``.
+        page: the Markdown file; the picture goes into ``images`` beside it.
+    """
+    draw(page.parent / "images" / "generation.png", entry)
+    before, found, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    if not found:
+        before = f"{before.rstrip()}\n\n## How fast\n\n"
+    model = entry["model"] or "SmolLM2-135M-Instruct"
+    text = (
+        f"Tokens per second, {model}, {entry['dtype']}, {entry['prompt']} tokens of prompt and {entry['new']} of each "
+        f"completion, groups of 8, the best of {CALLS - 1} calls; {date.today().isoformat()}, {processor()}. With bf16 "
+        "the weights are float32 under autocast, as in training, but those of continuous batching, which has none, are "
+        "bf16. Memory bandwidth: if a step took no longer than reading weights, keys and values.\n\n"
+        f"{table(entry)}\n\n![tokens per second over completions in flight](images/generation.png)"
+    )
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2] or chr(10)}", encoding="utf-8")
+
+
 def main() -> None:
     """Measures the engines that were asked for; those of before stay where the counts are the same."""
     from grpo_trainer.generation.base import ENGINES
@@ -133,6 +176,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--model", help="another model than SmolLM2-135M-Instruct: a name or a folder")
     parser.add_argument("--results", type=Path, default=RESULTS / "generation.json", help="the file to write")
+    parser.add_argument("--docs", action="store_true", help="put table and picture into docs/generation.md")
     asked = parser.parse_args()
     counts = [int(n) for n in asked.counts.split(",")]
     old = json.loads(asked.results.read_text(encoding="utf-8")) if asked.results.exists() else {}
@@ -149,6 +193,8 @@ def main() -> None:
     entry = {**entry, "floor": limits["rates"], "engines": known}
     write_json(asked.results, entry)
     draw(asked.results.with_suffix(".png"), entry)
+    if asked.docs:
+        publish(entry, DOCS / "generation.md")
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 
 from tqdm.auto import tqdm
 
 from grpo_trainer.generation.base import Observer
+from grpo_trainer.reports.notebook import in_notebook
 
 DELAY = 10.0
 """Seconds that a rollout takes before the line appears."""
@@ -74,11 +76,14 @@ class Spoken(Observer):
 def rollout_progress(total: int) -> Iterator[Observer]:
     """A line that appears if the rollout is not drawn within ``DELAY`` seconds, and goes when it is.
 
+    In a file or pipe, where each state of it stays, it is written every ``SPOKEN_EVERY`` seconds.
+
     Args:
         total: completions of the rollout on this process.
 
     Yields:
         What an engine tells of them.
     """
-    with tqdm(total=total, desc="rollout", unit="completion", leave=False, delay=DELAY, mininterval=1.0) as bar:
+    pause = 1.0 if sys.stderr.isatty() or in_notebook() else SPOKEN_EVERY
+    with tqdm(total=total, desc="rollout", unit="completion", leave=False, delay=DELAY, mininterval=pause) as bar:
         yield _Line(bar)

@@ -36,6 +36,17 @@ def test_a_short_rollout_shows_nothing(monkeypatch):
     assert shown(monkeypatch, 1000.0, some).strip() == ""
 
 
+@pytest.mark.parametrize(("terminal", "seconds"), [(True, 1.0), (False, 30.0)])
+def test_a_file_is_not_filled_with_it(monkeypatch, terminal, seconds):
+    asked = []
+    plain = module.tqdm
+    monkeypatch.setattr(module, "tqdm", lambda **options: asked.append(options) or plain(**options))
+    monkeypatch.setattr(module.sys, "stderr", type("Stream", (io.StringIO,), {"isatty": lambda self: terminal})())
+    with rollout_progress(4) as observer:
+        some(observer)
+    assert asked[0]["mininterval"] == seconds
+
+
 def test_it_is_gone_when_drawing_fails(monkeypatch):
     def fails(observer):
         raise KeyboardInterrupt
