@@ -292,6 +292,7 @@ class GRPOTrainer(ResumableTrainer):
             raise ValueError("train() needs a train_dataset, and none was given")
         self._pending.clear()  # of an earlier call of train(), like the figures
         self.metrics.clear()
+        self._notes.clear()
         self._step_started = None
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         shuffle = bool(self.args.shuffle_dataset)

@@ -33,6 +33,7 @@ def reward(completion_ids, **kwargs):
     return [1.0 if i // 4 in (1, 5) else v for i, v in enumerate(values)]
 
 
+ROWS = [*PROMPTS, {"prompt": "seven", "answer": 6}, {"prompt": "onerous", "answer": 7}]
 SETTINGS = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 8,
@@ -63,7 +64,7 @@ def run(tmp_path, *, memory=None, model=None, **settings):
     trainer = make(
         tmp_path,
         reward,
-        rows=[*PROMPTS, {"prompt": "seven", "answer": 6}, {"prompt": "onerous", "answer": 7}],
+        rows=ROWS,
         generator=Fixed(),
         model=model,
         **{**SETTINGS, "shuffle_dataset": False, **settings},
@@ -284,3 +285,25 @@ def test_equal_weights_have_a_ratio_of_exactly_1_in_any_arrangement(tmp_path):
         _, trainer, _ = run(tmp_path / str(limit), max_tokens_per_microbatch=limit, beta=0.5, **VARIANTS["twice"])
         assert logs(trainer, "kl")[0] == 0.0
         assert not math.isnan(logs(trainer, "loss")[0])
+
+
+def test_a_pass_that_broke_off_is_not_counted_by_the_next_run(tmp_path):
+    """An error that is not about memory ends the run; the figures of its last pass are gone with it."""
+    trainer = make(tmp_path, reward, generator=Fixed(), rows=ROWS, shuffle_dataset=False, **SETTINGS)
+    inner, calls = trainer.accelerator.backward, []
+
+    def backward(loss, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("not about memory")
+        inner(loss, **kwargs)
+
+    trainer.accelerator.backward = backward
+    with pytest.raises(ValueError, match="not about memory"):
+        trainer.train()
+    trainer.accelerator.backward = inner
+    trainer.model.zero_grad()
+    trainer.state.log_history.clear()
+    trainer.train()
+    fresh = run(tmp_path / "fresh", max_steps=1)[1]
+    assert figures(trainer)[0]["entropy"] == pytest.approx(figures(fresh)[0]["entropy"], rel=1e-5)
