@@ -126,6 +126,10 @@ def test_json_fits_a_schema(text, fits):
     assert json_schema([text], schema=json.dumps(SCHEMA)) == [fits]
 
 
+def test_what_python_reads_beyond_json_is_refused():
+    assert json_schema(["NaN", "[Infinity]", "-Infinity", "[1.5, null]"], schema={}) == [0.0, 0.0, 0.0, 1.0]
+
+
 def test_a_schema_that_is_none_is_refused_and_no_other_document_is_fetched():
     with pytest.raises(ValueError, match="json_schema: schema is no JSON schema"):
         json_schema(["1"], schema={"type": "whole number"})

@@ -91,6 +91,8 @@ def test_flesch_on_paper():
     #   206.835 - 1.015 * 7 - 84.6 * 12 / 7 = 54.70
     easy, middling = "The cat sat on the mat. It was warm.", "Hidden paper is under the yellow table."
     assert readability([easy, middling]) == [1.0, pytest.approx(0.5470, abs=1e-3)]
+    # said twice, words per sentence and syllables per word are the same
+    assert readability([f"{middling} {middling}"]) == [pytest.approx(0.5470, abs=1e-3)]
 
 
 @pytest.mark.parametrize("asked", ["en", "fr", "de", "es", "it", "nl", "ru"])
