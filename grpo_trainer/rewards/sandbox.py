@@ -432,6 +432,7 @@ class _Running:
         self.texts = [bytearray(), bytearray()]
         self.trouble: str | None = None
         self.ended = False
+        self.failed = False  # it ended before the program was started
 
     def finish(self, beside: _Running | None = None) -> Result:
         """Feeds and reads it until it ends or a limit runs out, then ends both."""
@@ -439,8 +440,10 @@ class _Running:
         if beside is not None:
             beside.end()
         self.end()
-        if self.status is not None and not self.head_pid and self.trouble is None:
+        if self.failed:
             raise SandboxError(f"the sandbox did not start: {bytes(self.texts[1]).decode(errors='replace')[:300]}")
+        if beside is not None and beside.failed:
+            raise SandboxError(f"the sandbox beside it did not start, it ended with {beside.process.returncode}")
         return Result(
             returncode=self.process.returncode,
             stdout=bytes(self.texts[0]),
@@ -520,6 +523,7 @@ class _Running:
         if self.ended:
             return
         self.ended = True
+        by_itself = self.process.poll() is not None
         self._meet()  # it ended, or time did, before this was read
         if self.head is not None:
             # the kernel ends all of the sandbox with its first process; the monitors around it then end by themselves
@@ -532,6 +536,11 @@ class _Running:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        if self.status is not None and by_itself and self.trouble is None:
+            with contextlib.suppress(BlockingIOError):
+                while chunk := os.read(self.status, _CHUNK):
+                    self.said += chunk
+            self.failed = b'"exit-code"' not in self.said  # bwrap writes it of a program only, not of itself
         for index, pipe in enumerate((self.process.stdout, self.process.stderr)):
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)

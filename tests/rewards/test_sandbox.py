@@ -220,6 +220,13 @@ def test_the_first_program_sees_that_the_other_has_ended():
     assert run_beside(first, other).stdout == b"b''\n"
 
 
+def test_a_sandbox_beside_that_does_not_start_is_an_error_and_no_ended_program():
+    first = Program(argv=[*PYTHON, "import os, sys; os.read(int(sys.argv[1]), 1)"], limits=PATIENT, readable=READABLE)
+    other = Program(argv=["true"], limits=PATIENT, hidden=["/proc/self/fd"])  # what cannot be mounted over
+    with pytest.raises(SandboxError, match="beside it did not start"):
+        run_beside(first, other)
+
+
 def test_without_the_sandbox_the_limits_of_a_process_hold():
     def bare(code: str, limits: Limits = PATIENT) -> sandbox.Result:
         return sandbox.run(Program(argv=[sys.executable, "-I", "-S", "-c", code], limits=limits), confined=False)
