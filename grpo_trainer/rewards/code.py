@@ -27,7 +27,6 @@ from grpo_trainer.rewards import exchange
 from grpo_trainer.rewards.options import requires
 from grpo_trainer.rewards.sandbox import Limits, Program, SandboxError, require_sandbox, run, run_beside
 from grpo_trainer.rewards.text import text_of
-from grpo_trainer.runtime import processor_share
 
 CONFINED = "bubblewrap"
 UNCONFINED = "none, I accept that model-written code runs on this machine"
@@ -510,6 +509,8 @@ def _each(
     jobs: Sequence[tuple[Any, ...] | None], work: Callable[..., float | None], workers: int | None
 ) -> list[float | None]:
     """``work(*job)`` for each job, several at a time, each different one once; 0.0 where there is nothing to do."""
+    from grpo_trainer.runtime import processor_share  # with torch, which a worker need not load
+
     different = list(dict.fromkeys(job for job in jobs if job is not None))
     workers = min(len(different), workers or max(2, processor_share()))
     if not different:
