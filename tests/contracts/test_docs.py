@@ -389,6 +389,22 @@ def test_the_quickstart_is_as_its_page_says():
     assert keys == {key.value for key in written.value.keys}
 
 
+def test_the_quickstart_of_functions_is_as_its_page_says():
+    from grpo_trainer.cli.quickstart import LESSONS
+    from grpo_trainer.cli.recipe import load_recipe
+    from grpo_trainer.tasks import load_task
+
+    lesson = LESSONS["code"]
+    config = load_recipe(lesson.recipe, ["--use_cpu"]).config()
+    plan = config.batch_plan()
+    text = " ".join(section("docs/quickstart.md", "Learning to program").split())
+    train, held_out = load_task(lesson.dataset)
+    assert f"{len(train) + len(held_out)} in all; {len(held_out)} are held out" in text
+    assert len(train[0]["tests"]) == 8 and "against eight asserts" in text
+    steps = f"{config.max_steps} steps of {plan.prompts_per_rollout} prompts × {plan.num_generations} completions"
+    assert steps in text and f"`{config.output_dir}/`" in text
+
+
 # --- links, paths, commands, words -----------------------------------------------------------------------------------
 
 
